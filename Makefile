@@ -1,4 +1,4 @@
-# make demo    a real model writes text from every preset (sets everything up on the first call)
+# make demo    a real model answers a question with and without a packed cache (sets everything up on the first call)
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
 # make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler;
 #                all with fresh random data (TEST_SEED=random), which the last line of a run tells how to repeat
@@ -41,7 +41,6 @@ GPU = $(sort $(shell grep -rlE --include="test_*.py" "mark\.gpu\b" tests))
 
 demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
-	$(BIN)/hf-lowbit-kv demo --model tests/data/tiny_mla --preset mla,snapmla --prompt "$$(head -c 1200 tests/data/tiny_mla/bible-held-out.txt)"
 
 # three passes side by side, so that no core waits for the end of another pass
 test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready

@@ -13,11 +13,10 @@ import datetime
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from ..generation.recording import forget_all
+if TYPE_CHECKING:
+    import torch
 
 Item = TypeVar("Item")
 #: how long a process waits for the results of others. Parts differ in length, so the limit is far longer than any run.
@@ -51,6 +50,8 @@ class Processes:
         """
         if self.count == 1:
             return list(results)
+        import torch
+
         parts: list[Any] = [None] * self.count
         torch.distributed.all_gather_object(parts, list(results))
         total = sum(map(len, parts))
@@ -73,6 +74,8 @@ def join() -> Processes:
     """
     if process_count() == 1:
         return ALONE
+    import torch
+
     try:
         from accelerate import PartialState
     except ImportError as error:
@@ -84,6 +87,12 @@ def join() -> Processes:
 
 def leave() -> None:
     """Leave the group of processes, if there is one, without waiting for the others."""
-    if process_count() > 1 and torch.distributed.is_initialized():
+    if process_count() == 1:
+        return
+    import torch
+
+    if torch.distributed.is_initialized():
+        from hf_lowbit_kv.generation.recording import forget_all
+
         forget_all()  # recorded steps hold the communicator
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The same greedy continuation from the full-precision cache and from each preset."""
+"""The same question, answered with the full-precision cache and with each preset."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ from hf_lowbit_kv.cache.method_caches import from_preset
 from .cache_sizes import sizes
 from .local_models import essay
 
+#: essays of the default prompt, in this order
+ESSAYS = ("weird", "want", "island")
+QUESTION = "What does the author take to the island?"
 
-class Continuation(NamedTuple):
-    """The continuation of the prompt with one cache."""
+
+class Answer(NamedTuple):
+    """The answer with one cache."""
 
     tokens: list[int]
     text: str
     seconds: float
+    prompt_tokens: int
 
 
 def default_prompt() -> str:
-    """Part of an essay, a second essay, and the beginning of a sentence that only the first essay can complete.
+    """Three essays, and a question about the last of them.
 
-    The prompt has about 1200 tokens of the bundled model. By its end, the facts for the sentence are in packed pages.
+    The prompt has about 2200 tokens of the bundled model. When it answers, all but the newest tokens are in packed pages,
+    and with them the passages that answer the question.
     """
-    first, second = (essay(name).read_text(encoding="utf-8") for name in ("island", "weird"))
-    first = first[: first.rindex("\n", 0, 3000)]
-    return f"{first}\n\n{second.strip()}\n\nTo sum up, the four things I take to the island are"
+    return "\n\n".join([*(essay(name).read_text(encoding="utf-8").strip() for name in ESSAYS), QUESTION])
 
 
 def compare(
@@ -43,32 +47,34 @@ def compare(
     max_new_tokens: int,
     report: Callable[[str], None] = lambda name: None,
     overrides: dict[str, Any] | None = None,
-) -> tuple[Continuation, list[dict[str, Any]]]:
-    """Continue `prompt` greedily, first with `DynamicCache`, then with each preset.
+) -> tuple[Answer, list[dict[str, Any]]]:
+    """Answer `prompt` greedily, first with `DynamicCache`, then with each preset.
 
     Args:
         model: loaded with the attention implementation `lowbit_kv`.
+        prompt: a message, which gets into the tokenizer's chat template. Without a template the model continues it.
         report: called with the name of each cache before it runs.
         overrides: further arguments of `from_preset`, for every preset.
 
     Returns:
-        The full-precision continuation, and one row for each preset: `preset, text, agreeing_tokens` (how many tokens
-        agree with full precision before the first difference), `bits_per_value, kv_bytes, kv_bytes_full` (of the stored
+        The full-precision answer, and one row for each preset: `preset, text, same_answer, agreeing_tokens` (how many
+        tokens agree with full precision before the first difference), `bits_per_value, kv_bytes, kv_bytes_full` (of the stored
         tokens, everything counted, the window in 16 bits; see `sizes`), `seconds`.
     """
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs = _tokens(tokenizer, prompt).to(model.device)
     report("full precision")
-    reference = _continue(model, tokenizer, inputs, DynamicCache(config=model.config), max_new_tokens)
+    reference = _answer(model, tokenizer, inputs, DynamicCache(config=model.config), max_new_tokens)
     rows = []
     for preset in presets:
         report(preset)
         factory = functools.partial(from_preset, preset, model, **overrides or {})
-        answer = _continue(model, tokenizer, inputs, cache := factory(), max_new_tokens)
+        answer = _answer(model, tokenizer, inputs, cache := factory(), max_new_tokens)
         size = sizes({preset: factory}, model, int(cache.get_seq_length()))[preset]
         rows.append(
             {
                 "preset": preset,
                 "text": answer.text,
+                "same_answer": answer.tokens == reference.tokens,
                 "agreeing_tokens": common_prefix(answer.tokens, reference.tokens),
                 "bits_per_value": round(size.bits, 4),
                 "kv_bytes": size.nbytes,
@@ -79,12 +85,19 @@ def compare(
     return reference, rows
 
 
+def _tokens(tokenizer: Any, prompt: str) -> Any:
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    message = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
 def common_prefix(a: list[int], b: list[int]) -> int:
     """How many tokens of two continuations agree before the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _continue(model: Any, tokenizer: Any, inputs: Any, cache: Any, max_new_tokens: int) -> Continuation:
+def _answer(model: Any, tokenizer: Any, inputs: Any, cache: Any, max_new_tokens: int) -> Answer:
     config = model.generation_config
     greedy = GenerationConfig(
         do_sample=False,
@@ -95,6 +108,7 @@ def _continue(model: Any, tokenizer: Any, inputs: Any, cache: Any, max_new_token
     start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(**inputs, generation_config=greedy, **as_argument(cache))
-    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()  # waits for the GPU
+    prompt_tokens = inputs["input_ids"].shape[1]
+    tokens = output[0, prompt_tokens:].tolist()  # waits for the GPU
     seconds = time.perf_counter() - start
-    return Continuation(tokens, tokenizer.decode(tokens, skip_special_tokens=True), seconds)
+    return Answer(tokens, tokenizer.decode(tokens, skip_special_tokens=True), seconds, prompt_tokens)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from hf_lowbit_kv.cache.attention_function import lowbit_attention, register
+from hf_lowbit_kv.cache.attention_function import lowbit_attention
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.registration import register
 from hf_lowbit_kv.storage.step import Chunk
 
 from .perplexity import check_window, chunk_bounds, window_tokens

@@ -12,11 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from hf_lowbit_kv.folders import cache_root, make_folder
 
-from hf_lowbit_kv.folders import cache_root
+if TYPE_CHECKING:
+    import torch
 
 #: name of the bundled model, which `load_model(None, ...)` loads
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
@@ -73,7 +74,7 @@ def varied_texts() -> list[Path]:
     from pydoc_data.topics import topics
 
     folder = cache_root() / "texts"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     texts = {
         "python-manual.txt": "\n\n".join(topics[name] for name in sorted(topics)),
         "conversations.txt": _dialogue(),
@@ -103,11 +104,15 @@ def essay(name: str) -> Path:
 
 
 def default_device() -> torch.device:
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def default_dtype(device: torch.device | str) -> torch.dtype:
     """float32 on the CPU, because 16-bit arithmetic is slow there, and bfloat16 on other devices."""
+    import torch
+
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
@@ -139,6 +144,7 @@ def load_model(
         ImportError: device `"auto"` needs accelerate.
         OSError: there is no such model, or it has no tokenizer.
     """
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spread = {"device_map": DEVICE_MAP} if device == AUTO and default_device().type != "cpu" else {}
@@ -207,13 +213,14 @@ def bundled_model() -> Path:
             if importlib.util.find_spec(package) is None:
                 raise MissingPackageError(f"reading the bundled model needs the package {package}: {_INSTALL_MODEL}")
         print(f"Converting {BUNDLED_MODEL} once, into {target}", file=sys.stderr, flush=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         _convert_gguf(source, target)
     return target
 
 
 def _convert_gguf(source: Path, target: Path) -> None:
     """Write the GGUF model in folder `source` to `target`. `target` appears complete or not at all."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # write to a temporary folder beside the target and rename it at the end, so that an interruption or a second

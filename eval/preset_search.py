@@ -174,14 +174,6 @@ def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = Non
     return fitting, reasons
 
 
-#: key and value formats that are combined with each transform and sink by default
-PAIRS = ("int2-channel/int2-token", "int4-channel/int2-token", "int4-channel/int4-token", "int8-token/int8-token",
-         "boosted2-r0.125/int2-token", "boosted2-r0.25/int2-token")  # fmt: skip
-TRANSFORMS = ("none", "hadamard")
-SINKS = (0, 32)
-RESIDUALS = (128,)
-
-
 def parse_pair(text: str) -> tuple[str, str]:
     """`"int4-channel/int2-token"` -> the two names. Raises `ValueError` if there are not exactly two."""
     keys, slash, values = text.partition("/")
@@ -195,9 +187,9 @@ def sweep(
     texts: Sequence[str | Path | Text],
     model: Any,
     tokenizer: Any,
-    transforms: Sequence[str] = TRANSFORMS,
-    sinks: Sequence[int] = SINKS,
-    residuals: Sequence[int] = RESIDUALS,
+    transforms: Sequence[str] = ("none", "hadamard"),
+    sinks: Sequence[int] = (0, 32),
+    residuals: Sequence[int] = (128,),
     context: int = 2048,
     start: int = 512,
     bits_at: int = 32768,

@@ -1,4 +1,4 @@
-"""Amounts as people write them: `"24GB"` is 24 * 10^9 bytes, `"24GiB"` is 24 * 2^30, `"64k"` is 65536 tokens."""
+"""Amounts as people write them: `"24GB"` and `"24G"` are 24 * 10^9 bytes, `"24GiB"` is 24 * 2^30, `"64k"` is 65536 tokens."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import re
 #: bytes of the units that `parse_size` knows
 UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))}}
 UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
+UNITS |= {unit.removesuffix("B"): factor for unit, factor in UNITS.items()}
+#: a size of fewer bytes needs a unit: who writes 24 means 24 GB
+LEAST_WITHOUT_UNIT = 10**6
 
 
 def parse_size(text: str, name: str | None = None) -> int:
@@ -17,10 +20,13 @@ def parse_size(text: str, name: str | None = None) -> int:
     """
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    shown = f"size {text!r}" if name is None else f"{name}={text!r}"
     if match is None or match[2].lower() not in units:
-        shown = f"size {text!r}" if name is None else f"{name}={text!r}"
         raise ValueError(f"{shown} is not understood; give e.g. 24GB or 512MiB")
-    return int(float(match[1]) * units[match[2].lower()])
+    size = int(float(match[1]) * units[match[2].lower()])
+    if not match[2] and size < LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{shown} is not understood: {match[1]} what? Give e.g. {match[1]}GB or {match[1]}MiB")
+    return size
 
 
 def parse_tokens(text: str, name: str) -> int:

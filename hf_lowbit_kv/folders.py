@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -15,3 +16,20 @@ VARIABLE = "HF_LOWBIT_KV_CACHE"
 def cache_root() -> Path:
     """The folder that has a subfolder for each kind of file. It need not exist."""
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("hf-lowbit-kv"))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a subfolder of `cache_root`, if it is missing, and find out whether it can be written.
+
+    Raises:
+        OSError: it cannot. The message says how to choose another place.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise OSError(
+            f"{str(folder)!r} cannot be written: {error.strerror or error}. The environment variable {VARIABLE} names another "
+            "folder for all files that this package keeps"
+        ) from error

@@ -1,4 +1,5 @@
-"""Presets: named combinations of formats, transforms and window."""
+"""Presets: named combinations of formats, transforms and window. This file does not import torch, because the command
+`hf-lowbit-kv` takes names from here before it knows whether it needs torch."""
 
 from __future__ import annotations
 
@@ -6,13 +7,11 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from .formats import Format, parse_format
-from .formats.boosted import SCORES
-from .storage.paged_store import LayerSpec
-from .storage.readings import parse_reading
-from .storage.transforms import parse_transform
+if TYPE_CHECKING:
+    from .formats import Format
+    from .storage.layer_spec import LayerSpec
 
 #: listed presets, in the order of the documentation; `get_preset` also knows these names with suffixes
 PresetName = Literal[
@@ -49,16 +48,36 @@ PresetName = Literal[
     "mla",
 ]
 
+#: the package's own presets
+LISTED: tuple[PresetName, ...] = get_args(PresetName)
 #: presets as in the papers, for comparisons: every function takes their names, but lists leave them out. Their formats
 #: are those of a listed preset, or keys have a range per token, which large key biases spoil
 PAPER_PRESETS = ("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard")
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
+#: what the documentation advises, the default first: tables show these before all others
+RECOMMENDED: tuple[PresetName, ...] = (
+    DEFAULT_PRESET,
+    "int8",
+    "int6",
+    "k4v2-sink",
+    "kitty-pro",
+    "kitty",
+    "kivi-2-hadamard-sink",
+    "eigen-4",
+    "eigen-3",
+    "eigen-2",
+    "snapmla",
+)
+#: rows of a table that does not show all presets
+MOST_SHOWN = 12
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: transform of keys in the presets of VecInfer: the best measured (docs/dev/vecinfer.md); the paper has
 #: "smooth+hadamard"
 VECINFER_TRANSFORM = "hadamard"
+#: how Kitty's formats may choose the channels with more bits; the first is the default (`formats.boosted.SCORES`)
+SCORES = ("magnitude", "variance", "range", "random")
 
 
 @dataclass(frozen=True)
@@ -86,6 +105,12 @@ class Preset:
     """how the model's layers must be read, "separate" or "latent"; `None`: either"""
 
     def spec(self) -> LayerSpec:
+        """What a layer stores with this preset."""
+        from .formats import parse_format
+        from .storage.layer_spec import LayerSpec
+        from .storage.readings import parse_reading
+        from .storage.transforms import parse_transform
+
         formats = parse_format(self.key_format), parse_format(self.value_format)
         parts = (
             parse_transform(self.transform),
@@ -140,6 +165,8 @@ _PLAIN = {
 
 def _with_score(score: str) -> Callable[[Preset], Preset]:
     def change(preset: Preset) -> Preset:
+        from .formats import parse_format
+
         fmt = parse_format(preset.key_format)
         if "score" not in fmt.tunable:
             raise ValueError(f"preset={preset.name!r} boosts no channels: '-{score}' has no meaning there")
@@ -153,7 +180,7 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
     "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
-    **{score: _with_score(score) for score in SCORES if score != "magnitude"},
+    **{score: _with_score(score) for score in SCORES[1:]},
 }
 
 
@@ -175,7 +202,7 @@ def _derive(name: str) -> Preset | None:
 
 
 #: the listed presets: those of `PresetName`, and registered ones
-PRESETS = {name: preset for name in get_args(PresetName) if (preset := _derive(name)) is not None}
+PRESETS: dict[str, Preset] = {name: preset for name in LISTED if (preset := _derive(name)) is not None}
 
 
 def register_preset(
@@ -215,6 +242,18 @@ def register_preset(
     preset.spec()  # raises if a part is not allowed
     _PLAIN[name] = PRESETS[name] = preset
     return preset
+
+
+def recommended_first(names: Iterable[str]) -> list[str]:
+    """The same names: those of `RECOMMENDED` first, in its order, then the user's own, then the others."""
+    order: list[str] = [*RECOMMENDED, *(name for name in PRESETS if name not in LISTED)]
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def short_list(names: Iterable[str]) -> list[str]:
+    """Those of these names that a table shows if the user does not ask for all: the recommended ones and the user's own,
+    at most `MOST_SHOWN`."""
+    return [name for name in recommended_first(names) if name in RECOMMENDED or name not in LISTED][:MOST_SHOWN]
 
 
 def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
@@ -281,7 +320,8 @@ def get_preset(name: str) -> Preset:
         raise TypeError(f"preset must be a name such as 'kivi-2', not {type(name)}")
     if (preset := _derive(name)) is not None:
         return preset
-    close = difflib.get_close_matches(name, [*PRESETS, *PAPER_PRESETS], n=3, cutoff=0.4)
+    lower = name.lower()
+    close = [lower] if _derive(lower) else difflib.get_close_matches(lower, [*PRESETS, *PAPER_PRESETS], n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, or_masks, sdpa_mask
 
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, NO_WEIGHTS, refuse_backward
-from .low_bit_layer import LayerView
-from .stored_masks import honour_mask
+from .layer_view import LayerView
 from .token_counts import Seen
 
 
@@ -149,7 +146,7 @@ def lowbit_mask(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int | torch.Tensor = 0,
-    mask_function=causal_mask_function,
+    mask_function: Callable | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor | None:
@@ -157,10 +154,17 @@ def lowbit_mask(
 
     For causal layers whose keys are the chunk itself (low-bit layers, see `LowBitLayer.get_mask_sizes`): the chunk's
     padding, bool `[B, q_length]`, or `None` without padding. So too for one token that attends to all before it, whatever
-    the mask shows of later ones. For all others: transformers' SDPA mask.
+    the mask shows of later ones. For all others: transformers' SDPA mask. mask_function: one of
+    `transformers.masking_utils`; `None`: causal.
 
     In a pass of several tokens the columns of stored tokens are compared with the cache, see `honour_mask`.
     """
+    # late, because these modules import torch's compiler; whoever asks for a mask has imported it
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    from .stored_masks import honour_mask
+
+    mask_function = mask_function or causal_mask_function
     if kv_length != q_length or not _is_causal_in_chunk(mask_function, q_length, kv_offset, kwargs):
         mask = sdpa_mask(
             batch_size=batch_size,
@@ -193,16 +197,14 @@ def lowbit_mask(
     return chunk.clone(memory_format=torch.contiguous_format)
 
 
-#: of the functions that `or_masks` returns
-_UNION = or_masks().__code__
-
-
 def _shows_all_before(mask_function: Callable) -> bool:
     """Whether a token attends to all that come before it: the mask is causal, or transformers' union (`or_masks`) of a causal
     one and others, such as that of an image's tokens."""
+    from transformers.masking_utils import causal_mask_function, or_masks
+
     if mask_function is causal_mask_function:
         return True
-    if getattr(mask_function, "__code__", None) is not _UNION:
+    if getattr(mask_function, "__code__", None) is not or_masks().__code__:
         return False
     (parts,) = mask_function.__closure__ or ()
     return any(map(_shows_all_before, parts.cell_contents))
@@ -213,6 +215,8 @@ def _is_causal_in_chunk(
 ) -> bool:
     """Whether every token of a chunk attends to all before it, and, behind stored tokens, to no later one. options: of
     `sdpa_mask`."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
     if mask_function is causal_mask_function or tokens == 1:
         return _shows_all_before(mask_function)
     if torch.compiler.is_compiling() or not _shows_all_before(mask_function) or int(offset) == 0:
@@ -245,9 +249,3 @@ def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) 
             "call cache.reset() to begin another text"
         )
     return mask[:, offset : offset + tokens]
-
-
-def register() -> None:
-    """Make `attn_implementation="lowbit_kv"` known to transformers."""
-    AttentionInterface.register(ATTENTION_NAME, lowbit_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, lowbit_mask)

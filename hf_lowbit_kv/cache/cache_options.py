@@ -1,10 +1,12 @@
 """A cache's options: their types, for editors and type checkers. `LowBitCache` says what each option means.
 
-Nothing depends on the types when code runs: a name that does not exist raises `TypeError`, as in every call.
+When code runs, only the names count: one that does not exist raises `TypeError`, as in every call, with the nearest
+name.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -91,6 +93,14 @@ class VecInferCacheOptions(WindowOptions, total=False):
 
     allow_other_weights: bool
     max_cache_len: int | None
+
+
+def unknown_option(name: str) -> str:
+    """The message for an option that no cache takes."""
+    known = sorted(PresetCacheOptions.__annotations__)
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = "".join(f"; did you mean {each!r}?" for each in close) or f"; allowed: {', '.join(known)}"
+    return f"{name!r} is not an option of a cache{hint}"
 
 
 def check_choice(name: str, value: Any) -> None:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .registration import ATTENTION_NAME
+
 if TYPE_CHECKING:
     from ..storage.model_sides import ModelSide
-
-#: the name under which the attention function is registered
-ATTENTION_NAME = "lowbit_kv"
 
 NO_GRADIENTS = "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
 

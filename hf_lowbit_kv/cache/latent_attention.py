@@ -112,7 +112,7 @@ def _pass_views(module: Any, first: Any, second: Any) -> tuple[Any, Any]:
     """Replaces `expand_kv` on an instance: our views pass through, ordinary tensors are expanded."""
     if not torch.compiler.is_compiling():
         _restore(module)
-    if isinstance(first, tuple):  # a view, see `low_bit_layer.LayerView`
+    if isinstance(first, tuple):  # a view, see `layer_view.LayerView`
         return first, second
     return type(module).expand_kv(module, first, second)
 

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,7 +27,7 @@ from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
-from .cache_options import check_choice, one_of
+from .cache_options import check_choice, one_of, unknown_option
 from .filled_by import FilledBy, Look, another_model, look_at
 from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
@@ -125,7 +125,10 @@ class LowBitCache(Cache, PushToHubMixin):
         reading: str | None = None,
         calibration: calibration_file.Calibration | str | Path | None = None,
         allow_other_weights: bool = False,
+        **unknown: NoReturn,
     ):
+        if unknown:
+            raise TypeError(unknown_option(next(iter(unknown))))
         if isinstance(model_or_config, torch.nn.Module):
             model_or_config = unwrap(model_or_config)
         self.model = ModelRef(model_or_config)
@@ -546,9 +549,9 @@ class LowBitCache(Cache, PushToHubMixin):
         stored = nbytes.codes + nbytes.metadata + nbytes.window + nbytes.parameters + nbytes.shared
         return 8 * stored / values if values else 0.0
 
-    def summary(self) -> str:
-        """A table of formats, backend and bytes."""
-        return summary.as_text(self)
+    def summary(self) -> summary.Summary:
+        """A table of formats, backend and bytes, as a string that notebooks show in HTML."""
+        return summary.of(self)
 
     def _repr_html_(self) -> str:
         """The same table, for notebooks."""

@@ -20,7 +20,8 @@ from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .filled_by import FilledBy, another_model
-from .implementation import ATTENTION_NAME, PACKED, refuse_backward, why_not_usable
+from .implementation import ATTENTION_NAME, PACKED, refuse_backward
+from .layer_view import LayerView
 from .pass_checks import another_text, cut_prompt, padded_prompt, same_text_again
 from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
@@ -50,42 +51,6 @@ class Progress(NamedTuple):
     seen: int
     """padded tokens seen"""
     mode: str | None
-
-
-class LayerView(NamedTuple):
-    """The result of `update()`, for keys and for values, if our attention function is selected: the chunk, which is not
-    stored yet, and the layer. The attention function attends to the layer and stores the chunk in it."""
-
-    layer: LowBitLayer
-    key: torch.Tensor
-    value: torch.Tensor
-
-    def __getattr__(self, name: str):
-        # while a model is compiled, views without fields exist
-        model_side = self.layer.model_side if len(self) else None
-        raise AttributeError(why_not_usable(f"have no attribute {name!r}", model_side))
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
-
-    def __getitem__(self, index):  # otherwise a tuple's method of this name would be used
-        raise TypeError(why_not_usable("cannot be indexed"))
-
-    def __add__(self, other):
-        raise TypeError(why_not_usable("cannot be added"))
-
-    def __mul__(self, other):
-        raise TypeError(why_not_usable("cannot be multiplied"))
-
-    def __rmul__(self, other):
-        return self * other
-
-    def __matmul__(self, other):
-        raise TypeError(why_not_usable("cannot be multiplied"))
-
-    def __rmatmul__(self, other):
-        return self @ other
 
 
 def _no_tensor(name: str) -> Any:

@@ -37,6 +37,17 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
+def unwrap_generating(model: Any) -> Any:
+    """As `unwrap`. Raises `TypeError` also for a model that writes no text, because it has no language-model head."""
+    inner = unwrap(model)
+    if not hasattr(inner, "generate"):
+        raise TypeError(
+            f"model is a {type(inner).__name__}, which has no language-model head and writes no text; load a decoder with "
+            "AutoModelForCausalLM"
+        )
+    return inner
+
+
 def generates(model: Any) -> Any:
     """The object whose `generate` to call: the outermost PEFT model, because it may switch adapters; otherwise the
     model inside."""
@@ -58,6 +69,11 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
         raise TypeError(f"model_or_config must be a transformers model or configuration, not {type(model_or_config)}")
     if config.is_encoder_decoder:
         raise ValueError(f"model_type={config.model_type!r} is an encoder-decoder model; only decoders are supported")
+    if _attends_both_ways(config, cls):
+        raise ValueError(
+            f"model_type={config.model_type!r} with is_decoder=False attends in both directions and keeps no cache; load it "
+            "with is_decoder=True, or take a decoder"
+        )
     if cls is not None and not uses_attention_interface(cls):
         raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
     config = config.get_text_config(decoder=True)
@@ -66,6 +82,14 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
             f"model_type={config.model_type!r} has cross-attention layers, whose keys the model itself reads from its cache"
         )
     return config
+
+
+def _attends_both_ways(config: PreTrainedConfig, cls: type | None) -> bool:
+    """Whether this is an encoder such as BERT, which is a decoder only if its configuration says so. The flag alone does
+    not tell: some decoders ignore it (GPT-NeoX)."""
+    if cls is None or getattr(config, "is_decoder", None) is not False:
+        return False
+    return hasattr(sys.modules[cls.__module__], "create_bidirectional_mask")
 
 
 def longest_text(config: PreTrainedConfig) -> int | None:

@@ -133,6 +133,23 @@ def _title(cache: LowBitCache) -> str:
     return f"{type(cache).__name__} {cache.preset or ''}".strip()
 
 
+class Summary(str):
+    """The text of `summary()`. Notebooks show the table in HTML."""
+
+    __slots__ = ("_html",)
+    _html: str
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+
+def of(cache: LowBitCache) -> Summary:
+    """The table of a cache."""
+    summary = Summary(as_text(cache))
+    summary._html = as_html(cache)
+    return summary
+
+
 def as_text(cache: LowBitCache) -> str:
     from rich.console import Console
     from rich.markup import escape

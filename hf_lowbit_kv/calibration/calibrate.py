@@ -57,8 +57,8 @@ def calibrate(
         seed: seed of all random choices.
         per_head: whether each KV head gets its own codebook. `None`: one codebook for each layer.
         gradients: whether to compute gradients for presets that weigh errors by them (`eigen-*`). The model then reads
-            further windows of at most 1024 tokens (8 on a CPU, 32 on a GPU). Without gradients calibration is cheaper
-            and less exact.
+            further windows: 8 on a CPU or 32 on a GPU, of 1024 tokens; fewer and shorter ones if `samples` and `length`
+            ask for that (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
         attention: whether to compute attention for presets that weigh tokens by it (`eigen-*`). Windows of fewer than
             1024 tokens are not weighed, and a warning says so.
         offload: save GPU memory. Kept tokens are stored in CPU memory. Gradients are computed layer by layer, and each
@@ -85,11 +85,14 @@ def calibrate(
         )
     specs = _specs(preset)
     plan = plan_for(model, preset, per_head)
+    asked_for = samples, length
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
     windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes))
     watched = plan.gradient_sides if gradients else {}
-    extra = tokens.draw_for_gradients(*differentiation.wanted(model, max(watched)), seed) if watched else None
+    extra = (
+        tokens.draw_for_gradients(*differentiation.wanted(model, max(watched), *asked_for), seed) if watched else None
+    )
     firsts = first_positions(model, len(windows.windows), length, seed)
     sampling = plan.choose(len(windows.windows), length, seed)
     plan.check(sampling, device)

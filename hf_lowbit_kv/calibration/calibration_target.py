@@ -12,6 +12,7 @@ from filelock import FileLock
 
 from ..calibration_files.calibration_file import FILE_NAME, Calibration
 from ..calibration_files.calibration_lookup import user_folder
+from ..folders import make_folder
 
 
 def try_file(path: Path, shown: str) -> Calibration | None:
@@ -48,7 +49,7 @@ def try_file(path: Path, shown: str) -> Calibration | None:
 def try_user_files(model_name: str) -> None:
     """Call `try_file` for all files of the user's folder that may belong to a model of this name. The model's file
     depends on its weights, which are not loaded yet."""
-    _try_folder(user_folder(), "the user's folder of calibrations")
+    make_folder(user_folder())
     pattern = re.compile(re.escape(model_name) + r"-[0-9a-f]{16}\.safetensors")
     for path in sorted(user_folder().iterdir()):
         if pattern.fullmatch(path.name):

@@ -28,20 +28,29 @@ LENGTH = 1024
 DISTANCE = 2
 
 
-def wanted(model: Any, page_size: int = PAGE) -> tuple[int, list[int]]:
+def wanted(
+    model: Any, page_size: int = PAGE, samples: int | None = None, length: int | None = None
+) -> tuple[int, list[int]]:
     """The number of windows, and their lengths in tokens. A length is used if texts have no window of the lengths
     before it.
+
+    Args:
+        samples, length: as the user gave them to `calibrate`: there are not more windows, and no longer ones, unless
+            gradients need 512 tokens.
 
     Raises:
         ValueError: the model's context is too short: no query would read a page packed.
     """
     lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
+    if length is not None:
+        lengths = [each for each in lengths if each <= max(length, LENGTH // 2)]
     if not (enough := [length for length in lengths if length > DISTANCE * page_size]):
         raise ValueError(
             f"the model's context of {longest_window(model)} tokens is too short for gradients with pages of {page_size}: "
             "gradients=False (--no-gradients) does without"
         )
-    return SAMPLES.get(model.device.type, SAMPLES["cuda"]), enough
+    count = SAMPLES.get(model.device.type, SAMPLES["cuda"])
+    return count if samples is None else min(samples, count), enough
 
 
 class _GradientCache(DynamicCache):

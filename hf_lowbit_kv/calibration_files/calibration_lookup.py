@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -216,8 +217,8 @@ def _how_to_make(
         own_specs = ", ".join(dict.fromkeys(f"lb.LayerSpec.parse({specs[layer].key!r})" for layer in needs))
         return f"calibration=lb.calibrate(model, tokenizer, texts, [{own_specs}]) makes it"
     file, names = path or "FILE.safetensors", ",".join(dict.fromkeys(filter(None, makers)))
-    command = f"hf-lowbit-kv calibrate --model {model} --text FILE --preset {names} -o {file}"
-    return f"{command}, then calibration={file!r} (--calibration {file})"
+    command = f"hf-lowbit-kv calibrate --model {quote(model)} --text FILE --preset {names} -o {quote(file)}"
+    return f"{command}, then calibration={file!r} (--calibration {quote(file)})"
 
 
 def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]:

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from ..byte_sizes import parse_size
-from ..calibration.calibration_cost import cost
-from ..calibration.steps_shown import LogLines
-from ..eval import baselines as other_methods
-from ..eval import data_parallel, preset_search
-from ..eval import needle as task
-from ..eval.chunked_reader import FULL
-from ..eval.layer_errors import run as measure_layers
-from ..eval.local_models import calibration_texts, default_texts, varied_texts
-from ..eval.perplexity import CHUNK, run
-from ..eval.preset_search import Budget, plot
-from ..eval.preset_search import recommend as measure
-from ..eval.texts import Text, dataset_text, read_text
+from ..eval import data_parallel
+from ..eval.local_models import default_texts, varied_texts
 from ..presets import get_preset
-from . import missing_calibrations
 from .every_command import add_command, need
 from .protocol_command import protocol
 from .shared_options import (
     CalibrationOption,
     DeviceOption,
     DtypeOption,
-    JsonObjectOption,
     JsonOption,
     ModelOption,
     PresetOption,
@@ -40,6 +25,7 @@ from .shared_options import (
     check_device,
     check_dtype,
     device_of_process,
+    error_of_kl,
     load,
     parse_overrides,
     print_json,
@@ -48,6 +34,15 @@ from .shared_options import (
     ran_on,
     refuse_several_processes,
     resolve_presets,
+)
+
+if TYPE_CHECKING:
+    from ..eval.texts import Text
+
+#: defaults of `eval sweep`
+SWEPT = (
+    "int2-channel/int2-token,int4-channel/int2-token,int4-channel/int4-token,int8-token/int8-token,"
+    "boosted2-r0.125/int2-token,boosted2-r0.25/int2-token"
 )
 
 
@@ -69,12 +64,12 @@ def layers(
     """Measure the error of attention in each layer by itself, and how uneven its channels are."""
     names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
     loaded, tokenizer = load(model, device, dtype)
+    from ..eval.layer_errors import run
+
     names = names or all_presets(loaded, changes)
     source = text or default_texts()[0]
     with progress(loaded.config.get_text_config().num_hidden_layers) as report:
-        rows = measure_layers(
-            names, source, loaded, tokenizer, context, start, changes, lambda layer: report(f"layer {layer}")
-        )
+        rows = run(names, source, loaded, tokenizer, context, start, changes, lambda layer: report(f"layer {layer}"))
     if as_json:
         print_json(rows)
         return
@@ -119,17 +114,19 @@ def lm_eval(
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
     """
     need("eval", "lm_eval")
-    names = [name for name in _options_of_lm_eval(preset) if name != FULL]
+    names = [name for name in _options_of_lm_eval(preset) if name != "full"]
     for name in names:
         get_preset(name)
     if not (chosen := _options_of_lm_eval(tasks)):
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
     check_dtype(dtype)
     check_device(device_of_process(device))
-    presets = [FULL, *names] if full else names
-    if not presets:
+    if not (full or names):
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
 
+    import torch
+
+    from ..eval.chunked_reader import FULL
     from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet, samples_of
 
     cache_options = parse_overrides(overrides, calibration)
@@ -146,7 +143,7 @@ def lm_eval(
     )
     for name in names:
         lm.use(name, **cache_options)  # raises before the measurement if a preset cannot be used
-    rows = evaluate(lm, presets, chosen, context.args, **cache_options)
+    rows = evaluate(lm, [FULL, *names] if full else names, chosen, context.args, **cache_options)
     data_parallel.leave()
     if lm.rank != 0:
         return
@@ -189,6 +186,8 @@ def needle(
 ) -> None:
     """Hide a fact in a text, at several depths and lengths. Does the model find it with each preset?"""
     names = resolve_presets(preset)
+    from ..eval import needle as task
+
     lengths, depths = length or list(task.LENGTHS), depth or list(task.DEPTHS)
     if picture is not None:
         task.check_picture(picture)
@@ -252,8 +251,12 @@ def perplexity(
     processes = data_parallel.join()
     texts: list[Path | Text] = [*(text or default_texts())]
     if dataset:
+        from ..eval.texts import dataset_text
+
         texts = [dataset_text(dataset, config, split, column, context * (windows or 10_000))]
     loaded, tokenizer = load(model, device, dtype)
+    from ..eval.perplexity import CHUNK, run
+
     names = names or all_presets(loaded, changes)
     rows = run(
         names,
@@ -288,8 +291,8 @@ def baselines(
         typer.Option(
             "--baseline",
             "-b",
-            help=f"Several by commas: {', '.join(other_methods.BASELINES)}.",
-            show_default=", ".join(other_methods.DEFAULT),
+            help="Several by commas: wush-N, wush-clipped-N, oscar-N, with N = 2, 3 or 4 bits.",
+            show_default="wush-2, oscar-2",
         ),
     ] = None,
     preset: Annotated[
@@ -324,6 +327,8 @@ def baselines(
 
     Both follow their papers (arXiv 2609.38121, 2605.17757); neither is the authors' code. The command calibrates them first.
     """
+    from ..eval import baselines as other_methods
+
     chosen = other_methods.check_names(_split(",".join(baseline or other_methods.DEFAULT)))
     if not chosen:
         raise ValueError(f"--baseline is empty; allowed: {', '.join(other_methods.BASELINES)}")
@@ -332,9 +337,13 @@ def baselines(
     paths = calibration_text or varied_texts()
     if same := {path.resolve() for path in paths} & {path.resolve() for path in texts}:
         raise ValueError(f"{str(min(same))!r} is calibrated on and measured; give different texts")
+    from ..calibration.steps_shown import LogLines
+    from ..eval.preset_search import fitting_presets
+    from ..eval.texts import read_text
+
     loaded, tokenizer = load(model, device, dtype)
     if not names:
-        fitting = preset_search.fitting_presets(loaded, changes)[0]
+        fitting = fitting_presets(loaded, changes)[0]
         names = [name for name in fitting if name.startswith("eigen-")]
     rows = other_methods.run(
         chosen,
@@ -374,15 +383,10 @@ def _cells_of_scores(row: dict[str, Any]) -> dict[str, str]:
         "ppl": f"{row['ppl']:.2f}",
         "full": f"{row['ppl_full']:.2f}",
         "KL": f"{row['kl']:.3g}",
-        "+-": _error_of_kl(row),
+        "+-": error_of_kl(row),
         "99th": f"{row['kl_p99']:.3g}",
         "top-1": f"{row['top1']:.3f}",
     }
-
-
-def _error_of_kl(row: dict[str, Any]) -> str:
-    """`"-"` if there are too few positions for an error."""
-    return "-" if row["kl"] > 0 and row["kl_error"] == 0 else f"{row['kl_error']:.2g}"
 
 
 def _print_positions(rows: list[dict[str, Any]]) -> None:
@@ -397,18 +401,10 @@ def _print_positions(rows: list[dict[str, Any]]) -> None:
 
 
 def sweep(
-    formats: Annotated[str, typer.Option(help="Pairs KEYS/VALUES, separated by commas.")] = ",".join(
-        preset_search.PAIRS
-    ),
-    transform: Annotated[str, typer.Option(help="Transforms, separated by commas.")] = ",".join(
-        preset_search.TRANSFORMS
-    ),
-    sink: Annotated[str, typer.Option(help="Sink tokens, separated by commas.")] = ",".join(
-        map(str, preset_search.SINKS)
-    ),
-    residual: Annotated[str, typer.Option(help="Newest tokens in 16 bits, separated by commas.")] = ",".join(
-        map(str, preset_search.RESIDUALS)
-    ),
+    formats: Annotated[str, typer.Option(help="Pairs KEYS/VALUES, separated by commas.")] = SWEPT,
+    transform: Annotated[str, typer.Option(help="Transforms, separated by commas.")] = "none,hadamard",
+    sink: Annotated[str, typer.Option(help="Sink tokens, separated by commas.")] = "0,32",
+    residual: Annotated[str, typer.Option(help="Newest tokens in 16 bits, separated by commas.")] = "128",
     text: TextOption = None,
     model: ModelOption = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of each text to read.")] = 2048,
@@ -421,6 +417,8 @@ def sweep(
     as_json: JsonOption = False,
 ) -> None:
     """Measure bits and KL of every combination of formats, transforms and windows."""
+    from ..eval import preset_search
+
     pairs = [preset_search.parse_pair(each) for each in _split(formats)]
     numbers = [_numbers(name, value) for name, value in (("--sink", sink), ("--residual", residual))]
     if out is not None:
@@ -434,7 +432,9 @@ def sweep(
         pairs, texts, loaded, tokenizer, _split(transform), *numbers, context, start, bits_at, **cache_options
     )
     if out is not None:
-        plot(rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name")
+        preset_search.plot(
+            rows, out, f"{', '.join(each.name for each in texts)}, tokens {start} to {context}", label="name"
+        )
         Console(stderr=True).print(f"picture: {out}", markup=False, soft_wrap=True)
     if as_json:
         print_json(rows)
@@ -456,123 +456,6 @@ def _numbers(option: str, text: str) -> list[int]:
         return [int(part) for part in _split(text)]
     except ValueError as error:
         raise ValueError(f"{option} {text!r} is not allowed; it must be numbers separated by commas") from error
-
-
-def recommend(
-    bits: Annotated[
-        float | None, typer.Option(help="Budget: bits per number at --context, scales and window included.")
-    ] = None,
-    cache_memory: Annotated[
-        str | None, typer.Option(help="Budget, instead of --bits: memory of the cache at --context, e.g. 24GB.")
-    ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 32768,
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-    preset: Annotated[
-        list[str] | None,
-        typer.Option("--preset", "-p", help="Presets to try.", show_default="all that serve the model"),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="Text to measure on.", exists=True, dir_okay=False, readable=True, show_default="an essay"),
-    ] = None,
-    tokens: Annotated[
-        int, typer.Option(min=514, help="Tokens of the text to read; the first 512 do not count.")
-    ] = 2048,
-    calibrate: Annotated[
-        bool | None,
-        typer.Option(
-            help="Calibrate the model if presets within the budget need it.", show_default="asked on a terminal"
-        ),
-    ] = None,
-    calibration_text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text file for --calibrate; repeatable.",
-            exists=True,
-            dir_okay=False,
-            readable=True,
-            show_default="bundled essays, other than the measured one",
-        ),
-    ] = None,
-    model: ModelOption = None,
-    overrides: SetOption = None,
-    calibration: CalibrationOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    as_json: JsonObjectOption = False,
-) -> None:
-    """Measure the presets within a budget, and name the best one.
-
-    Presets that need a calibration take part if the model has one, or with --calibrate.
-    """
-    if (bits is None) == (cache_memory is None):
-        raise ValueError("give a budget, either --bits or --cache-memory")
-    if bits is not None and bits <= 0:
-        raise ValueError(f"--bits {bits:g} is not allowed; it must be above 0")
-    budget = Budget(bits, None if cache_memory is None else parse_size(cache_memory), context, batch)
-    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
-    loaded, tokenizer = load(model, device, dtype)
-    source = text or default_texts()[0]
-    if calibration is None:
-        _calibrate_first(loaded, tokenizer, budget, names, changes, calibrate, calibration_text, source)
-    rows = measure(loaded, tokenizer, source, budget, names, changes, tokens)
-    if as_json:
-        print_json({"budget": budget._asdict(), "best": rows[0]["preset"], "code": rows[0]["code"], "candidates": rows})
-        return
-    cells = [
-        {
-            "preset": row["preset"],
-            "bits": f"{row['bits_per_value']:.2f}",
-            "GB": f"{row['bytes'] / 1e9:.3f}",
-            "full GB": f"{row['bytes_full'] / 1e9:.3f}",
-            "KL": f"{row['kl']:.4f}",
-            "+-": _error_of_kl(row),
-            "top-1": f"{row['top1']:.3f}",
-            "ppl": f"{row['ppl']:.2f}",
-        }
-        for row in rows
-    ]
-    title = (
-        f"Within {budget}; accuracy on {source.name}, tokens 512 to {tokens}, full precision: {rows[0]['ppl_full']:.2f}"
-    )
-    print_table(title, cells, numbers_from=1)
-    best = rows[0]
-    print(f"Best: {best['preset']}. +-: standard error of KL")
-    print(best["code"])
-    if best["calibrated"]:
-        print(
-            f"{best['preset']} uses a calibration of this model. Another model needs its own: "
-            f"hf-lowbit-kv calibrate --preset {best['preset']} --model NAME"
-        )
-
-
-def _calibrate_first(
-    model: Any,
-    tokenizer: Any,
-    budget: Budget,
-    names: list[str] | None,
-    changes: dict[str, Any],
-    wanted: bool | None,
-    texts: list[Path] | None,
-    measured: Path,
-) -> None:
-    """Make the calibrations that presets within the budget lack, if the user wants them. Else name the presets left
-    out."""
-    if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
-        return
-    console, shown = Console(stderr=True), ", ".join(lacking)
-    takes = f"{shown}: a calibration of the model takes {cost(model, lacking)}"
-    if wanted is None and sys.stdin.isatty() and console.is_terminal:
-        wanted = typer.confirm(f"{takes}. Make it?", err=True)
-    if not wanted and names:
-        return  # presets named by the user are not left out: they raise, and the message says how to calibrate
-    if not wanted:
-        console.print(f"left out: {takes} (--calibrate)", markup=False, soft_wrap=True)
-        return
-    console.print(takes, markup=False, soft_wrap=True)
-    progress = True if console.is_terminal else LogLines()
-    path = missing_calibrations.make(model, tokenizer, lacking, texts or calibration_texts(), measured, progress)
-    console.print(f"calibration: {path}", markup=False, soft_wrap=True)
 
 
 eval_app = typer.Typer(help="Compare presets with the full-precision cache.", no_args_is_help=True)

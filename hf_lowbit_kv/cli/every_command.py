@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -18,7 +19,7 @@ from rich.markup import escape
 _imported: dict[Path, str] = {}
 
 
-def import_files(paths: list[Path] | None) -> list[Path]:
+def import_files(paths: list[Path] | None) -> None:
     """Run Python files that register formats and presets, each once.
 
     Raises:
@@ -46,7 +47,14 @@ def import_files(paths: list[Path] | None) -> list[Path]:
             where = f", line {lines[-1]}" if lines else ""
             raise ImportError(f"--import {str(path)!r}{where}: {_line(error)}") from error
         _imported[full] = name
-    return paths or []
+
+
+def _load_installed() -> None:
+    """Load the formats that installed packages announce. Without such a package nothing is imported."""
+    if importlib.metadata.entry_points(group="hf_lowbit_kv.formats"):
+        from ..formats.installed import load_installed
+
+        load_installed()
 
 
 def _line(error: Exception) -> str:
@@ -60,8 +68,6 @@ ImportOption = Annotated[
         metavar="FILE",
         exists=True,
         dir_okay=False,
-        is_eager=True,
-        callback=import_files,
         help="Python file that registers your formats and presets; repeatable.",
     ),
 ]
@@ -76,7 +82,7 @@ def add_command(
     extra_for: str = "",
     **options: Any,
 ) -> None:
-    """Add a command to the application, with `--import`, which runs before other options are read.
+    """Add a command to the application, with `--import`, which runs before the command.
 
     Args:
         extra: the project's extra that the command may need, for the help text. extra_for: why the command needs the
@@ -101,6 +107,8 @@ def _install(extra: str) -> str:
 def _with_import(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*args: Any, import_: list[Path] | None = None, **options: Any) -> Any:
+        _load_installed()
+        import_files(import_)
         return command(*args, **options)
 
     signature = inspect.signature(command, eval_str=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
-from ..eval import protocols
 from .every_command import need
 from .shared_options import (
     CalibrationOption,
@@ -55,6 +53,8 @@ def protocol(
     With --name kivi, all other options go to lm-eval, e.g. --limit 200.
     """
     names, changes = resolve_presets(preset), parse_overrides(None, calibration)
+    from ..eval import protocols
+
     if name not in protocols.NAMES:
         raise ValueError(f"--name {name!r} is not offered; allowed: {', '.join(protocols.NAMES)}")
     if name == "wikitext":
@@ -82,6 +82,8 @@ def protocol(
             protocols.local_task(task_name, dataset)  # raises before the model is loaded
     check_dtype(dtype)
     check_device(device)
+    import torch
+
     from ..eval.lm_eval_model import LowBitLM, comparison, parse_options, quiet
 
     quiet()

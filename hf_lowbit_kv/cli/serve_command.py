@@ -9,8 +9,6 @@ from rich.console import Console
 
 from ..eval.local_models import bundled_model
 from ..presets import DEFAULT_PRESET, get_preset
-from ..requests.memory_budget import memory_in_bytes
-from ..requests.paged_calls import check_version
 from .every_command import need
 from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides, print_json
 
@@ -59,8 +57,11 @@ def serve(
     The server is transformers' own. It writes many answers at once, and prompts that begin alike share packed pages.
     """
     need("serve", "accelerate", "fastapi", "uvicorn", "openai")
-    check_version()
     get_preset(preset)
+    from ..requests.memory_budget import memory_in_bytes
+    from ..requests.paged_calls import check_version
+
+    check_version()
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: auto, {', '.join(DTYPES)}")
     check_device(None if device == "auto" else device)

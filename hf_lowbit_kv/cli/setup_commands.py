@@ -9,17 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..cache.packed_layers import packed_sizes
-from ..calibration.calibrate import calibrate as run
-from ..calibration.calibration_target import add_to_file, try_file, try_user_files
-from ..calibration.steps_shown import LogLines
-from ..calibration_files.calibration_file import Calibration
-from ..calibration_files.calibration_lookup import user_file
-from ..calibration_files.model_description import describe_model
-from ..doctor import doctor as examine
 from ..eval.local_models import calibration_texts, model_name
-from ..planning.fits import fits as memory_fits
-from ..planning.model_shapes import WEIGHT_KINDS
+from ..planning.weight_kinds import WEIGHT_KINDS
 from ..presets import preset_names
 from .shared_options import (
     DeviceOption,
@@ -42,6 +33,8 @@ def doctor(
     as_json: JsonObjectOption = False,
 ) -> None:
     """Say what runs on this machine, and what is missing. The exit code is 1 if nothing runs."""
+    from ..diagnosis import doctor as examine
+
     diagnosis = examine(device)
     print(json.dumps(diagnosis, indent=2) if as_json else diagnosis, end="\n" if as_json else "")
     if not diagnosis.ok:
@@ -51,7 +44,7 @@ def doctor(
 def calibrate(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Presets, separated by commas.", show_default="vecinfer-2"),
+        typer.Option("--preset", "-p", help="Presets, separated by commas.", show_default="eigen-2"),
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -99,9 +92,16 @@ def calibrate(
 
     If the file exists, the command adds to it: calibrations of other presets stay.
     """
-    names = resolve_presets(preset or ["vecinfer-2"])
+    names = resolve_presets(preset or ["eigen-2"])
     paths = text or calibration_texts()
     texts = [_read(path) for path in paths]
+    from ..cache.packed_layers import packed_sizes
+    from ..calibration.calibrate import calibrate as run
+    from ..calibration.calibration_target import add_to_file, try_file, try_user_files
+    from ..calibration.steps_shown import LogLines
+    from ..calibration_files.calibration_lookup import user_file
+    from ..calibration_files.model_description import describe_model
+
     if out is None:
         try_user_files(model_name(model))
     else:
@@ -156,6 +156,8 @@ def share(
             raise ValueError(f"--measured {str(measured)!r} is not JSON: {error}") from error
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise ValueError(f"--measured {str(measured)!r} is not a JSON list of objects")
+    from ..calibration_files.calibration_file import Calibration
+
     address = Calibration.load(calibration).push_to_hub(repo_id, measured=rows, private=private or None)
     if as_json:
         print_json({"repo_id": repo_id, "url": str(address)})
@@ -175,13 +177,16 @@ def fits(
         typer.Option(help=f"Weights: {', '.join(WEIGHT_KINDS)}, or a size such as 5.7GB.", show_default="as published"),
     ] = None,
     preset: PresetOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Print all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say how much GPU memory a model and its cache need with each preset, and whether that fits.
 
-    The count includes weights, cache, reading a prompt, and CUDA.
+    The count includes weights, cache, reading a prompt, and CUDA. With --json the list always has all presets.
     """
     names = resolve_presets(preset) or None
+    from ..planning.fits import fits as memory_fits
+
     count = len(names or preset_names())
     with progress(count, after=2.0, logged=False) as begin:  # slowest: makes a cache of each preset on the meta device
         table = memory_fits(
@@ -190,7 +195,7 @@ def fits(
     if as_json:
         print_json([fit.as_dict() | {"recommended": fit is table.recommended} for fit in table])
         return
-    table.print_to(Console())
+    (table.whole if every else table).print_to(Console())
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""Options and output that commands share."""
+"""Options and output that commands share. As all files of this folder, it imports torch, transformers and whatever
+brings them only inside functions: help must come at once."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -19,12 +20,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..calibration_files.calibration_file import Calibration
 from ..eval.data_parallel import process_count
 from ..eval.local_models import AUTO, load_model, model_name
-from ..eval.preset_search import fitting_presets
-from ..eval.provenance import device_name
 from ..presets import get_preset
+
+if TYPE_CHECKING:
+    import torch
 
 _INTEGER = re.compile("-?[0-9]+")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -75,6 +76,8 @@ def resolve_presets(options: list[str] | None) -> list[str]:
 
 def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:
     """The listed presets that serve the model. Prints the other presets, with reasons, to standard error."""
+    from ..eval.preset_search import fitting_presets
+
     names, reasons = fitting_presets(model, overrides)
     for name, reason in reasons.items():
         Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -86,11 +89,15 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
 def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
     """`--set` and `--calibration` as arguments of `from_preset`. Values that are valid JSON are parsed, and others are
     text. The calibration is read once."""
+    if options:
+        from ..cache.cache_options import PresetCacheOptions, unknown_option
     overrides: dict[str, Any] = {}
     for option in options or []:
         name, equals, value = option.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
+        if name not in PresetCacheOptions.__annotations__:
+            raise ValueError(f"--set {option!r} is not allowed: {unknown_option(name)}")
         if name == "calibration" and calibration is not None:
             raise ValueError(f"--calibration {calibration!r} and --set {option!r} are both given; give one of them")
         try:
@@ -101,17 +108,28 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             overrides[name] = {
                 int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()
             }
-    return overrides if calibration is None else {"calibration": Calibration.load(calibration), **overrides}
+    if calibration is None:
+        return overrides
+    from ..calibration_files.calibration_file import Calibration
+
+    return {"calibration": Calibration.load(calibration), **overrides}
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
     check_dtype(dtype)
+    import torch
+    import transformers
+
+    if not sys.stderr.isatty():  # a log has no moving bar
+        transformers.utils.logging.disable_progress_bar()
     return load_model(name, getattr(torch, dtype) if dtype else None, check_device(device))
 
 
 def ran_on(model: Any, name: str | None) -> str:
     """What a measurement ran on, for the title of its table: model, dtype and device. name: the value of `--model`."""
+    from ..eval.provenance import device_name
+
     return f"{model_name(name)}, {str(model.dtype).removeprefix('torch.')}, {device_name(model.device)}"
 
 
@@ -125,6 +143,8 @@ def check_device(name: str | None) -> torch.device | str | None:
     """The device with this name, or `"auto"`. Raises `ValueError` if torch cannot use it."""
     if name == AUTO:
         return name
+    import torch
+
     try:
         where = None if name is None else torch.device(name)
         if where is not None:
@@ -143,6 +163,8 @@ def device_of_process(name: str | None) -> str | None:
     count = process_count()
     if count == 1 or name == "cpu":
         return name
+    import torch
+
     if name == AUTO or (name is not None and torch.device(name).index is not None):
         raise ValueError(
             f"--device {name!r} with {count} processes is not allowed: each takes a GPU of its own; leave --device out"
@@ -211,6 +233,11 @@ def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None
     # printed apart, because a table would wrap its title to the width of the table
     console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+
+
+def error_of_kl(row: dict[str, Any]) -> str:
+    """The standard error of KL for a table; `"-"`: there are too few positions for one."""
+    return "-" if row["kl"] > 0 and row["kl_error"] == 0 else f"{row['kl_error']:.2g}"
 
 
 def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ..cache.cache_options import PresetOptions, check_choice
 from ..cache.implementation import NO_WEIGHTS, select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
-from ..cache.served_models import unwrap
+from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
 from .decoding_loop import decoding_with, late_stop_check
@@ -160,7 +160,7 @@ def enable(
         >>> with lb.enable(model, "kivi-4-sink"):
         ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
-    inner: Any = unwrap(model)
+    inner: Any = unwrap_generating(model)
     check_choice("fuse", fuse)
     check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):

@@ -20,7 +20,7 @@ from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
-from ..cache.served_models import generates, unwrap
+from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
 from ..storage.layer_spec import check_count
@@ -117,7 +117,7 @@ def generate(
         >>> tokens.shape[1] <= inputs["input_ids"].shape[1] + 8
         True
     """
-    inner, cache = unwrap(model), options.pop("cache", None)
+    inner, cache = unwrap_generating(model), options.pop("cache", None)
     check_names("lb.generate", inner, {**(inputs if isinstance(inputs, Mapping) else {}), **options}, ARGUMENTS)
     past_key_values = cache_of(past_key_values, cache)
     check_prefixes(prefixes)

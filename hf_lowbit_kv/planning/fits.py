@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..byte_sizes import parse_size, parse_tokens
 from ..cache.key_biases import has_key_biases
 from ..cache.length_rope import drop_limit
-from ..presets import DEFAULT_PRESET, get_preset, preset_names
+from ..presets import DEFAULT_PRESET, MOST_SHOWN, get_preset, preset_names, short_list
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
-from .model_shapes import WEIGHT_KINDS, Shape, shape_of, weight_bytes
+from .model_shapes import Shape, shape_of, weight_bytes
+from .weight_kinds import WEIGHT_KINDS
 
 #: bytes for CUDA's own context, loaded kernels and recorded graphs
 CUDA_BYTES = 10**9
@@ -84,8 +86,9 @@ def _nearness(fit: Fit) -> tuple[bool, int, int, int]:
 
 
 class FitTable(Sequence[Fit]):
-    """One `Fit` for each cache, the 16-bit cache first. Then presets that fit, most bits first, and those that do not;
-    or presets in the order of `presets=`. Prints as a table.
+    """One `Fit` for each cache, the 16-bit cache first. Then the recommended presets: those that fit, most bits first,
+    and those that do not. Then the others likewise. With `presets=` they come in its order. Prints as a table, which has
+    at most 12 rows unless `presets=` named more.
 
     Attributes:
         name: the model's name. context: tokens of a row. rows: number of rows. positions: tokens that the model was
@@ -101,16 +104,33 @@ class FitTable(Sequence[Fit]):
         rows: int,
         positions: int | None,
         dropped_at: int | None = None,
+        short: bool = False,
     ):
         self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at = (
             list(rows_of_table), name, context, rows, positions, dropped_at,
         )  # fmt: skip
+        self._short = short
 
     def __getitem__(self, index):
         return self._fits[index]
 
     def __len__(self) -> int:
         return len(self._fits)
+
+    @property
+    def whole(self) -> FitTable:
+        """The same table, which prints all rows."""
+        return FitTable(self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at)
+
+    @property
+    def shown(self) -> list[Fit]:
+        """The rows that are printed."""
+        if not self._short:
+            return self._fits
+        full, *others = self._fits
+        named = {fit.preset for fit in (self.nearest, self.recommended) if fit is not None}
+        chosen = short_list(fit.preset for fit in others if fit.preset not in named)[: MOST_SHOWN - 1 - len(named)]
+        return [full, *(fit for fit in others if fit.preset in named.union(chosen))]
 
     @property
     def nearest(self) -> Fit | None:
@@ -148,12 +168,14 @@ class FitTable(Sequence[Fit]):
         notes = ["longest: tokens of a row that would fit; rows: so many rows of this length would fit"]
         if self.recommended is not None:
             notes.append("+: recommended")
-        if any(fit.calibrated for fit in self):
+        if any(fit.calibrated for fit in self.shown):
             notes.append("*: needs a calibration of the model (hf-lowbit-kv calibrate)")
-        if any(fit.biased for fit in self):
+        if any(fit.biased for fit in self.shown):
             notes.append(
                 "!: this family has key biases, and large ones spoil keys with a range per token (docs/choose.md)"
             )
+        if (more := len(self) - len(self.shown)) > 0:
+            notes.append(f"{more} more presets: hf-lowbit-kv fits --all; in Python print(table.whole)")
         if self.positions is not None and self.context > self.positions:
             notes.append(
                 f"The model's configuration is for {self.positions} positions; {self.context} need its RoPE scaling (see the "
@@ -168,7 +190,7 @@ class FitTable(Sequence[Fit]):
     def cells(self) -> Iterator[dict[str, str]]:
         """The table's cells as text, heading by heading."""
         best = self.recommended
-        for fit in self._fits:
+        for fit in self.shown:
             signs = ("*", fit.calibrated), ("!", fit.biased), ("+", fit is best)
             yield {
                 "preset": " ".join([fit.preset, *(sign for sign, holds in signs if holds)]),
@@ -209,10 +231,10 @@ class FitTable(Sequence[Fit]):
 
     def _repr_html_(self) -> str:
         rows = list(self.cells())
-        head = "".join(f"<th>{heading}</th>" for heading in rows[0])
-        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row.values()) + "</tr>" for row in rows)
-        notes = "".join(f"<p>{note}</p>" for note in (*self.notes, self.advice))
-        return f"<table><caption>{self.title}</caption><tr>{head}</tr>{body}</table>{notes}"
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in rows[0])
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in (*self.notes, self.advice))
+        return f"<table><caption>{escape(self.title)}</caption><tr>{head}</tr>{body}</table>{notes}"
 
 
 def fits(
@@ -234,7 +256,7 @@ def fits(
         memory: memory of the GPU, in bytes or as `"24GB"`.
         rows: number of sequences at once.
         weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
-        presets: names, and their order; `None`: all that serve the model, those that fit by their bits.
+        presets: names, and their order; `None`: all that serve the model, the recommended ones first.
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
@@ -251,7 +273,7 @@ def fits(
     context = parse_tokens(context, "context") if isinstance(context, str) else context
     check_count("context", context)
     check_count("rows", rows, unit="rows")
-    memory = parse_size(memory, "memory") if isinstance(memory, str) else memory
+    memory = parse_size(str(memory), "memory")
     shape = shape_of(model)
     parameters, biases = _weights(shape, weights), has_key_biases(shape.model)
     counters: dict[str, CacheMemory] = {FULL: FullMemory(shape), **_preset_memory(shape, presets, report)}
@@ -273,10 +295,11 @@ def fits(
                 biased=counter.needs_small_biases and biases,
             )
         )
-    if presets is None:  # stable: of the others the order stays
-        table[1:] = sorted(table[1:], key=lambda fit: -fit.cache if fit.fits else 0)
+    if presets is None:  # stable: of presets that do not fit the order stays
+        first = short_list(name for name in counters if name != FULL)
+        table[1:] = sorted(table[1:], key=lambda fit: (fit.preset not in first, -fit.cache if fit.fits else 0))
     longest = getattr(shape.config, "max_position_embeddings", None)
-    return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model))
+    return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model), short=presets is None)
 
 
 def _weights(shape: Shape, weights: str | None) -> int:

@@ -18,7 +18,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.model_fingerprint import fingerprint_of
-from ..cache.served_models import longest_text, unwrap
+from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..generation.call_options import check_options, options_of_cache, setting
 from ..generation.finish_reason import FinishReason
 from ..generation.generate import ARGUMENTS, generate
@@ -101,6 +101,7 @@ class Chat:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ):
+        unwrap_generating(model)
         max_length = _checked_length(max_length, model)
         _check_tokenizer(tokenizer)
         if system is not None and not isinstance(system, str):

@@ -12,7 +12,7 @@ import torch
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.served_models import tp_size, unwrap
+from ..cache.served_models import tp_size, unwrap_generating
 from ..calibration.steps_shown import Report, steps_shown
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
@@ -95,7 +95,7 @@ def generate_many(
         >>> [len(result.generated_tokens) <= most for result, most in zip(results, (4, 2))]
         [True, True]
     """
-    inner = unwrap(model)
+    inner = unwrap_generating(model)
     if (ranks := tp_size(inner)) > 1:
         raise ValueError(
             f"the model's weights are spread over {ranks} processes (tensor parallelism), whose memory and clocks differ: they "

@@ -13,6 +13,10 @@ import transformers
 from transformers import GenerationConfig
 
 from ..generation.enable import also_override, enabled_for
+
+# the package's public `enable` and `disable` come from here, so that they know the calls of this file
+from ..generation.enable import disable as disable
+from ..generation.enable import enable as enable
 from ..generation.overriding import original
 from ..generation.sampling_settings import check_settings
 from ..presets import get_preset

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..cache.implementation import selected
-from ..cache.served_models import unwrap
+from ..cache.served_models import unwrap_generating
 from ..generation.kept_caches import kept_caches
 from .new_pool import new_pool
 from .pool_models import empty_caches
@@ -69,7 +69,7 @@ class RequestLoop:
         share_prefixes: bool = True,
         cache_options: Mapping[str, Any] | None = None,
     ):
-        self.model = unwrap(model)
+        self.model = unwrap_generating(model)
         make_cache = empty_caches(self.model, preset, cache_options)
         self._reader = RequestReader(self.model, tokenizer, {})
         with self._alone():

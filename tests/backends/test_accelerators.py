@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -14,11 +13,10 @@ from cases import SMALL_PAGES, tiny_models
 from kernel_cases import Case
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv import diagnosis
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.cache_argument import as_argument
-
-doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 
 AMD = "AMD Instinct MI300X"
 ON_ROCM = f"needs an NVIDIA GPU, and this is a ROCm build of torch ({AMD})"
@@ -173,10 +171,10 @@ def _accelerator(monkeypatch, kind: str | None, module: object = None) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: int(kind is not None))
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M3", raising=False)
-    monkeypatch.setattr(doctor, "_check_usable", lambda device: None)
-    original = doctor._states
+    monkeypatch.setattr(diagnosis, "_check_usable", lambda device: None)
+    original = diagnosis._states
     monkeypatch.setattr(
-        doctor, "_states", lambda layer, n, where, dtype: original(layer, n, torch.device("cpu"), dtype)
+        diagnosis, "_states", lambda layer, n, where, dtype: original(layer, n, torch.device("cpu"), dtype)
     )
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, device=None, **more: zeros(*args, **more))
@@ -203,9 +201,9 @@ def test_doctor_looks_at_the_accelerator_that_torch_has(on_mps, monkeypatch):
 def test_the_reference_on_an_accelerator_is_checked_against_the_cpus(on_mps, monkeypatch):
     """Against itself it would always agree."""
     _accelerator(monkeypatch, "mps", SimpleNamespace())
-    original, wrong = doctor._attend, {"mps": 1.05, "cpu": 1.0}
+    original, wrong = diagnosis._attend, {"mps": 1.05, "cpu": 1.0}
     monkeypatch.setattr(
-        doctor, "_attend", lambda layer, device, dtype: original(layer, device, dtype) * wrong[device.type]
+        diagnosis, "_attend", lambda layer, device, dtype: original(layer, device, dtype) * wrong[device.type]
     )
     assert lb.doctor()["check"]["error"].startswith("differs from the reference by 0.05")
 
@@ -217,9 +215,9 @@ def test_doctor_on_rocm(rocm, monkeypatch):
     module = SimpleNamespace(get_device_properties=lambda index: properties)
     _accelerator(monkeypatch, "cuda", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "why_no_launcher", lambda: None)
-    monkeypatch.setattr(doctor, "_check", lambda where, dtype: dict.fromkeys(("error",)) | {"device": str(where)})
-    monkeypatch.setattr(doctor, "_backends", lambda where, dtype: [])
+    monkeypatch.setattr(diagnosis, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(diagnosis, "_check", lambda where, dtype: dict.fromkeys(("error",)) | {"device": str(where)})
+    monkeypatch.setattr(diagnosis, "_backends", lambda where, dtype: [])
     found = lb.doctor()
     assert found["accelerator"] == "cuda"
     assert (found["cuda"], found["rocm"]) == (None, "6.4.43484")
@@ -234,16 +232,16 @@ def test_doctor_on_rocm(rocm, monkeypatch):
 def test_doctor_on_an_intel_gpu(monkeypatch):
     properties = SimpleNamespace(name="Intel(R) Arc(TM) B580", total_memory=12 * 10**9)
     _accelerator(monkeypatch, "xpu", SimpleNamespace(get_device_properties=lambda index: properties))
-    (device,) = doctor._devices()
+    (device,) = diagnosis._devices()
     assert device == {"name": "Intel(R) Arc(TM) B580", "capability": None, "memory_bytes": 12 * 10**9}
 
 
 def test_a_gpu_that_this_torch_cannot_use(monkeypatch):
     _accelerator(monkeypatch, None)
     for tool, named in (("nvidia-smi", "pip install"), ("amd-smi", "ROCm"), ("rocm-smi", "ROCm"), ("xpu-smi", "Intel")):
-        monkeypatch.setattr(doctor.shutil, "which", lambda name, tool=tool: tool if name == tool else None)
-        (missing,) = doctor._missing()
+        monkeypatch.setattr(diagnosis.shutil, "which", lambda name, tool=tool: tool if name == tool else None)
+        (missing,) = diagnosis._missing()
         assert missing["what"] == "a torch that can use this GPU"
         assert named in missing["command"]
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    assert doctor._missing() == []
+    monkeypatch.setattr(diagnosis.shutil, "which", lambda name: None)
+    assert diagnosis._missing() == []

@@ -13,7 +13,7 @@ from cases import FORMATS, cache_of, continued, left_padded, one_of_each_width, 
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_layer import LayerView
+from hf_lowbit_kv.cache.layer_view import LayerView
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.model_sides import DIRECT
 
@@ -191,6 +191,14 @@ def test_a_mask_of_too_few_columns(model):
     with pytest.raises(ValueError, match=r"attention_mask has 30 columns; .* each of the 50 tokens .* and of the 20"):
         _prefill(model, cache, ids[:, :20], mask[:, :30])
     assert int(cache.get_seq_length()) == 50
+
+
+def test_a_notebook_shows_the_summary_as_a_table():
+    cache = lb.from_preset("kivi-2", tiny_models("llama")[0])
+    summary = cache.summary()
+    assert isinstance(summary, str)
+    assert summary._repr_html_() == cache._repr_html_()
+    assert "<table>" in summary._repr_html_()
 
 
 def test_html_shows_the_rows_of_the_summary():

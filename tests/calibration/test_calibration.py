@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import pathlib
 import re
@@ -317,9 +316,8 @@ def test_the_package_brings_what_presets_need_of_the_bundled_model():
 
 def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration, monkeypatch, tmp_path):
     """What is to be added to is read first: calibration takes minutes."""
-    command = importlib.import_module(
-        "hf_lowbit_kv.cli.setup_commands"
-    )  # the package shows the function under that name
+    from hf_lowbit_kv.cli import setup_commands as command
+
     text, out = tmp_path / "text.txt", tmp_path / "x.safetensors"
     text.write_text(TEXTS[0], encoding="utf-8")
     monkeypatch.setattr(command, "load", lambda *_: pytest.fail("loads the model first"))
@@ -331,6 +329,8 @@ def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration,
         command.calibrate(["vecinfer-2"], [text], out=text)
     calibration.save(out)
     monkeypatch.setattr(command, "load", lambda *_: (tiny_models("llama", head_dim=128)[0], Tokenizer()))
-    monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("calibrates first"))
+    monkeypatch.setattr(
+        "hf_lowbit_kv.calibration.calibrate.calibrate", lambda *_, **__: pytest.fail("calibrates first")
+    )
     with pytest.raises(ValueError, match=r"x\.safetensors' was made for another model"):
         command.calibrate(["vecinfer-2"], [text], out=out)

@@ -16,7 +16,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration.calibrators import ALIKE
 from hf_lowbit_kv.calibration_files.calibration_card import card
 from hf_lowbit_kv.calibration_files.calibration_file import FILE_NAME
-from hf_lowbit_kv.cli import app
+from hf_lowbit_kv.cli.application import app
 
 MODEL = {"name": "Tiny|1", "model_type": "llama", "layers": {"0": [2, 64, 64]}, "marks": [0.5]}
 NAME = "layers.0.keys.none.vq-d4b6.codebook"

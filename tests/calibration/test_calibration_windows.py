@@ -136,6 +136,33 @@ def test_what_is_wanted_depends_on_the_device():
         assert (len(drawn.windows), drawn.wanted) == (count, count * 512)
 
 
+@pytest.mark.parametrize(
+    ("samples", "length", "expected"),
+    [
+        (None, None, (8, [1024, 512])),
+        (2, 512, (2, [512])),
+        (2, 4096, (2, [1024, 512])),
+        (64, 600, (8, [512])),
+        (None, 256, (8, [512])),  # gradients need 512 tokens
+    ],
+)
+def test_windows_for_gradients_follow_the_options(samples, length, expected):
+    assert gradients.wanted(tiny_models("llama")[0], samples=samples, length=length) == expected
+
+
+def test_calibrating_on_few_windows_reads_few_for_gradients(monkeypatch):
+    read = []
+
+    def draw(self, count, lengths, seed):
+        read.append((count, lengths))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(Tokens, "draw_for_gradients", draw)
+    with pytest.raises(ValueError, match="enough"):
+        lb.calibrate(tiny_models("llama")[0], Numbers(), [text(0, 3000)], "eigen-2", samples=2, length=512)
+    assert read == [(2, [512])]
+
+
 def test_windows_for_gradients_are_of_the_first_length_that_there_is():
     assert gradients.wanted(tiny_models("llama")[0]) == (8, [1024, 512])
     for count, length in ((1024, 1024), (1023, 512), (512, 512)):
@@ -177,7 +204,7 @@ LONG = [" ".join(str(3 + i * i % 97) for i in range(5000)), "5 6 7"]
         ({}, "32768 are wanted, and 4864, as many as there are, will be read: 19 windows of 256"),
         (
             {"samples": 1, "gradients": True},
-            "256 are wanted, and 256 will be read: 1 window of 256, and 4 windows of 1024 for gradients",
+            "256 are wanted, and 256 will be read: 1 window of 256, and 1 window of 512 for gradients",
         ),
     ],
 )
@@ -223,7 +250,7 @@ def test_a_terminal_gets_a_bar_by_default(model, monkeypatch):
 def test_a_function_is_called_in_place_of_the_bar(model, capsys):
     calls = []
     calibrate(model, LONG, samples=2, gradients=True, progress=lambda *step: calls.append(step))
-    parts = [[(part, done, total) for done in range(total + 1)] for part, total in (("reading", 2), ("gradients", 4))]
+    parts = [[(part, done, total) for done in range(total + 1)] for part, total in (("reading", 2), ("gradients", 2))]
     assert calls == [*parts[0], *parts[1], ("fitting", 0, 2), ("fitting", 1, 2), ("fitting", 2, 2)]
     assert capsys.readouterr().err.startswith("calibrating on")
 

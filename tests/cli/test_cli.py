@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
 from cases import tiny_models
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_lowbit_kv
-from hf_lowbit_kv import cli, preset_names
-from hf_lowbit_kv.cli import missing_calibrations
+from hf_lowbit_kv import cli, preset_names, preset_sizes, presets
+from hf_lowbit_kv.cli import demo_command, missing_calibrations
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval import local_models as bundled
 from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.preset_search import Budget
+from hf_lowbit_kv.formats import boosted
 
-DEMO_FIELDS = {"preset", "text", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full", "seconds"}
+DEMO_FIELDS = {
+    "preset",
+    "text",
+    "same_answer",
+    "agreeing_tokens",
+    "bits_per_value",
+    "kv_bytes",
+    "kv_bytes_full",
+    "seconds",
+}
 RECOMMEND_FIELDS = {
     "preset",
     "same_as",
@@ -83,7 +96,7 @@ def test_presets_as_json(run):
     code, out, err = run("presets", "--json")
     rows = json.loads(out)
     assert (code, err) == (0, "")
-    assert [row["preset"] for row in rows] == preset_names()
+    assert [row["preset"] for row in rows] == presets.recommended_first(preset_names())
     expected = {"preset", "keys", "values", "transform", "sink", "residual", "calibrated", "bits_per_value"}
     assert all(set(row) == expected for row in rows)
 
@@ -103,10 +116,47 @@ def test_presets_count_everything(run):
 
 
 def test_presets_as_table(run):
-    code, out, _ = run("presets")
+    code, out, _ = run("presets", "--all")
     assert code == 0
-    assert all(name in out for name in preset_names())
+    assert all(re.search(rf"^{re.escape(name)} ", out, re.MULTILINE) for name in preset_names())
     assert "…" not in out  # everything fits 80 columns
+
+
+def test_presets_shows_the_recommended_ones_first(run, monkeypatch):
+    def listed(*options):
+        out = run("presets", *options)[1]
+        return re.findall(r"^([a-z][\w.-]+)((?: [*+])*) .*\d *$", out, re.MULTILINE), out
+
+    few, out = listed()
+    every = listed("--all")[0]
+    assert [name for name, _ in few] == list(presets.RECOMMENDED)
+    assert len(few) <= 12
+    assert every[: len(few)] == few
+    assert sorted(name for name, _ in every) == sorted(preset_names())
+    assert [name for name, marks in every if "+" in marks] == [presets.DEFAULT_PRESET]
+    assert f"{len(every) - len(few)} more: hf-lowbit-kv presets --all" in out
+    monkeypatch.setitem(presets.PRESETS, "mine", dataclasses.replace(presets.get_preset("kivi-2"), name="mine"))
+    monkeypatch.setitem(presets._PLAIN, "mine", presets.PRESETS["mine"])
+    assert "mine" in dict(listed()[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 1000, 32768, 100_001])
+def test_the_table_of_sizes_agrees_with_the_formats(tokens):
+    """What `presets` prints without torch is what the formats store."""
+    for name in presets.LISTED:
+        preset = presets.get_preset(name)
+        spec = preset.spec()
+        widths = spec.reading.shown_widths(preset_sizes.HEAD_DIM)
+        assert preset_sizes.bits_per_value(preset, tokens) == pytest.approx(
+            spec.bits_per_value(tokens, preset_sizes.HEAD_DIM), abs=1e-9
+        ), f"{name}: put its formats into preset_sizes.BITS_OF_A_PAGE"
+        assert preset_sizes.calibrated(preset) == bool(spec.parameters(*widths, 1)), name
+
+
+def test_names_that_are_declared_without_torch():
+    assert presets.SCORES == boosted.SCORES
+    assert set(presets.RECOMMENDED) <= set(presets.LISTED)
+    assert presets.RECOMMENDED[0] == presets.DEFAULT_PRESET
 
 
 @pytest.mark.parametrize(
@@ -126,6 +176,15 @@ def test_presets_as_table(run):
         (["eval", "perplexity", "--context", 64, "--from", 63], 1, "at most 62 is allowed"),
         (["demo", "--model", "/no/such/model"], 1, "there is no folder '/no/such/model'"),
         (["eval", "perplexity", "--set", "residual"], 1, "--set 'residual' is not allowed; it must be NAME=VALUE"),
+        (
+            ["eval", "perplexity", "--set", "residal=64"],
+            1,
+            "'residal' is not an option of a cache; did you mean 'residual'?",
+        ),
+        (["serve", "--set", "residal=64"], 1, "did you mean 'residual'?"),
+        (["demo", "--preset", "KIVI-4-SINK"], 1, "did you mean 'kivi-4-sink'?"),
+        (["fits", "--context", "8k", "--memory", "24"], 1, "memory='24' is not understood: 24 what? Give e.g. 24GB"),
+        (["recommend", "--cache-memory", "2"], 1, "2 what? Give e.g. 2GB"),
         (["eval", "perplexity", "--text", __file__, "--dataset", "x"], 1, "exclude each other"),
         (["recommend"], 1, "give a budget, either --bits or --cache-memory"),
         (["recommend", "--bits", 2, "--cache-memory", "1GB"], 1, "give a budget, either --bits or --cache-memory"),
@@ -158,14 +217,16 @@ def test_a_missing_package_is_named(run, monkeypatch):
 
 
 def test_demo_as_json(run, tiny_model):
-    presets = ["dense", "kivi-2", "kv4-sink"]
+    names = ["dense", "kivi-2", "kv4-sink"]
     options = ["--preset", "dense,kivi-2", "--preset", "kv4-sink", "--max-new-tokens", 8, "--json"]
     code, out, _ = run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)
     rows = {row["preset"]: row for row in json.loads(out)}
     assert code == 0
-    assert list(rows) == presets
+    assert list(rows) == names
     assert all(set(row) == DEMO_FIELDS for row in rows.values())
     assert rows["dense"]["agreeing_tokens"] == 8  # the tokens of the full-precision cache
+    assert rows["dense"]["same_answer"]
+    assert all(row["same_answer"] == (row["agreeing_tokens"] == 8) for row in rows.values())
     assert len(rows["dense"]["text"].split()) == 8
     assert rows["kivi-2"]["bits_per_value"] < rows["kv4-sink"]["bits_per_value"] < rows["dense"]["bits_per_value"]
     assert rows["kivi-2"]["kv_bytes_full"] == 2 * 2 * 2 * 64 * 2 * (300 + 8 - 1)  # layers, K and V, heads, ...
@@ -174,29 +235,71 @@ def test_demo_as_json(run, tiny_model):
         assert row["kv_bytes"] / row["kv_bytes_full"] == pytest.approx(row["bits_per_value"] / 16, rel=1e-4)
 
 
-def test_demo_shows_six_presets_or_all(run, tiny_model, monkeypatch):
+def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monkeypatch):
     asked = []
 
     def compare(names, *rest):
         asked.append(names)
         raise ValueError("enough")
 
-    monkeypatch.setattr(cli, "compare", compare)
+    monkeypatch.setattr("hf_lowbit_kv.eval.demo.compare", compare)
     for options in ([], ["--preset", "all"]):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
-    assert asked[0] == list(cli.SHOWN)
-    assert len(asked[0]) == 6
+    assert asked[0] == list(demo_command.SHOWN)
+    assert asked[0][0] == presets.DEFAULT_PRESET
+    assert len(asked[0]) == 2
+    assert set(asked[0]) <= set(presets.RECOMMENDED)
     assert {"dense", "int8", "kivi-2-hadamard"} < set(asked[1])
 
 
-def test_demo_shows_text_and_table(run, tiny_model):
-    code, out, err = run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "dense", "--max-new-tokens", 4)
+def test_demo_shows_answers_side_by_side(run, tiny_model):
+    options = ["--model", tiny_model, "--prompt", PROMPT, "--max-new-tokens", 4]
+    code, out, err = run("demo", *options, "--preset", "dense,kivi-2")
     assert code == 0
-    assert "full precision" in out
-    assert "4/4" in out
-    assert "stored bits" in out
-    assert "the window in 16 bits. smaller: full MB / KV MB" in " ".join(out.split())
-    assert "2/2 dense" in err  # progress, one line a cache where there is no terminal
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (heading,) = [line for line in lines if line.startswith("full precision")]
+    assert heading.split() == ["full", "precision", "dense", "kivi-2"]
+    answers = lines[lines.index(heading) + 1]
+    assert (
+        answers[: heading.index("dense")].strip() == answers[heading.index("dense") : heading.index("kivi-2")].strip()
+    )
+    assert re.search(
+        r"^dense: cache 1.0 times smaller \([\d.]+ MB, in 16 bits [\d.]+ MB\), same answer\.$", out, re.MULTILINE
+    )
+    assert re.search(
+        r"^kivi-2: cache \d\.\d times smaller .*, (same|another) answer|differs after '", out, re.MULTILINE
+    )
+    assert err.splitlines() == ["1/3 full precision", "2/3 dense", "3/3 kivi-2"]  # no bars where there is no terminal
+    code, out, _ = run("demo", *options, "--preset", "dense,kivi-2,kv8,kv4")
+    assert code == 0
+    assert len(re.findall(r"^(?:full precision|kv8) ", out, re.MULTILINE)) == 2  # three in a row, then the others
+
+
+def test_demo_says_where_an_answer_differs():
+    row = {"preset": "kitty", "kv_bytes": 2e6, "kv_bytes_full": 9e6, "same_answer": False}
+    said = demo_command._in_words(row, "The author takes a notebook")
+    assert (
+        said
+        == "kitty: cache 4.5 times smaller (2.0 MB, in 16 bits 9.0 MB), the answer differs after 'takes a notebook'."
+    )
+    assert demo_command._in_words(row, "").endswith(", another answer.")
+    assert demo_command._in_words(row | {"same_answer": True}, "The").endswith(", same answer.")
+    assert "cache 2.0 times larger" in demo_command._in_words(row | {"kv_bytes": 18e6}, "")
+
+
+def test_demo_asks_through_the_chat_template(run, tiny_model, tmp_path):
+    """A model with a template gets the prompt as a message; without one it continues the prompt."""
+    plain = json.loads(run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
+    folder = tmp_path / "with_template"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ messages[0]['content'] }} 7 7 7 7"
+    tokenizer.save_pretrained(folder)
+    asked = json.loads(run("demo", "--model", folder, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
+    assert (
+        asked["kv_bytes_full"] - plain["kv_bytes_full"] == 4 * 2 * 2 * 2 * 64 * 2
+    )  # tokens, layers, K and V, heads, ...
 
 
 def test_perplexity(run, tiny_model, tmp_path):
@@ -335,12 +438,36 @@ def test_a_model_without_a_tokenizer(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the conversion passes through gguf and the loader of quantized weights
 def test_demo_on_the_bundled_model(run):
-    options = ["--prompt", "The capital of France is", "--max-new-tokens", 3, "--preset", "kivi-2", "--json"]
+    options = ["--prompt", "What is the capital of France?", "--max-new-tokens", 3, "--preset", "kivi-2", "--json"]
     code, out, err = run("demo", *options)
     assert code == 0, err
     (row,) = json.loads(out)
-    assert row["text"].startswith(" Paris")
+    assert row["text"].startswith("The capital")
     assert row["agreeing_tokens"] == 3  # so short that nothing is packed
+
+
+def test_a_cache_folder_that_cannot_be_written(run, monkeypatch, tmp_path):
+    """The message names the variable that chooses another one."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "file"))
+    for command in (["demo"], ["calibrate"], ["eval", "baselines"]):
+        code, out, err = run(*command)
+        assert (code, out) == (1, ""), command
+        assert re.search(r"file.*' cannot be written: .*HF_LOWBIT_KV_CACHE names another folder", " ".join(err.split()))
+
+
+def test_ctrl_c_while_the_command_is_imported(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name, *_):
+            if name == "hf_lowbit_kv.cli.application":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "hf_lowbit_kv.cli.application", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["presets"])
+    assert stop.value.code == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_an_interrupted_conversion_leaves_nothing(monkeypatch, tmp_path):

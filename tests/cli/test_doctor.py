@@ -12,11 +12,9 @@ import pytest
 import torch
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cli
+from hf_lowbit_kv import cli, diagnosis
 from hf_lowbit_kv.backends import cpu
 from hf_lowbit_kv.triton_kernels import toolchain
-
-doctor = sys.modules["hf_lowbit_kv.doctor"]  # the package's attribute of that name is the function
 
 KEYS = {"packages", "python", "platform", "cuda", "rocm", "driver", "accelerator", "devices", "kernels"}
 KEYS |= {"backends", "check", "missing", "ok"}
@@ -30,7 +28,7 @@ def found():
 def test_it_is_json_with_the_documented_keys(found):
     assert json.loads(json.dumps(found)) == found
     assert set(found) == KEYS
-    documented = set(re.findall(r"(\w+)(?:, (\w+))?:", doctor.Diagnosis.__doc__.split("Keys:")[1]))
+    documented = set(re.findall(r"(\w+)(?:, (\w+))?:", diagnosis.Diagnosis.__doc__.split("Keys:")[1]))
     assert {name for pair in documented for name in pair if name} == KEYS
     assert set(found["kernels"]) == {"directory", "files", "bytes", "why_refused"}
     assert set(found["check"]) == {
@@ -55,14 +53,34 @@ def test_the_attention_is_computed_on_the_spot(found, monkeypatch):
     wrong = lb.doctor("cpu")
     assert not wrong.ok
     assert wrong["check"]["error"].startswith("differs from the reference by 0.05")
-    assert wrong["check"]["error"] in str(wrong)
+    assert wrong["check"]["error"] in " ".join(str(wrong).split())
+
+
+def test_the_report_fits_80_columns(found):
+    """Also where presets run on several backends for long reasons."""
+    report = {**found, "backends": [dict(row) for row in found["backends"]]}
+    for index, row in enumerate(report["backends"]):
+        row["backend"] = ("cuda", "triton", None)[index % 3]
+        row["why"] = (None, "the CUDA kernels serve no pages of vq-d4b12 and vq-d4b12 with head_dim 128", "no GPU")[
+            index % 3
+        ]
+    report["kernels"] = found["kernels"] | {
+        "directory": "/folder" * 20,
+        "why_refused": "others may use it: its mode is 0755",
+    }
+    report["missing"] = [
+        {"what": "a C compiler", "for": "compiling the launcher of kernels", "command": "apt install gcc"}
+    ]
+    for text in (str(found), str(diagnosis.Diagnosis(report))):
+        assert max(map(len, text.splitlines())) <= 80
+    shown = " ".join(str(diagnosis.Diagnosis(report)).split())
+    assert all(name in shown for name in lb.preset_names())
+    assert "Install: apt install gcc" in shown
 
 
 def test_the_command(capsys, monkeypatch, found):
-    for result, code in ((found, 0), (doctor.Diagnosis(found | {"ok": False}), 1)):
-        monkeypatch.setattr(
-            sys.modules["hf_lowbit_kv.cli.setup_commands"], "examine", lambda device, result=result: result
-        )
+    for result, code in ((found, 0), (diagnosis.Diagnosis(found | {"ok": False}), 1)):
+        monkeypatch.setattr(diagnosis, "doctor", lambda device, result=result: result)
         for option in ([], ["--json"]):
             with pytest.raises(SystemExit) as stop:
                 cli.main(["doctor", *option])
@@ -79,19 +97,19 @@ def test_a_device_that_is_not_there():
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(doctor, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(diagnosis, "accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(doctor, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(diagnosis, "why_no_launcher", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
 
 
 def _commands() -> list[str]:
-    return [each["command"] for each in doctor._missing()]
+    return [each["command"] for each in diagnosis._missing()]
 
 
 def test_what_is_missing_and_its_command(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(doctor, "version", lambda name: None)
+    monkeypatch.setattr(diagnosis, "version", lambda name: None)
     assert _commands() == ["pip install 'cuda-bindings==12.*'"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert _commands() == [toolchain.INSTALL_TRITON, "pip install 'cuda-bindings==12.*'"]
@@ -104,10 +122,10 @@ def test_a_missing_compiler_and_a_missing_nvrtc(on_a_gpu, monkeypatch):
     bindings = SimpleNamespace(nvrtc=SimpleNamespace(nvrtcVersion=fails))
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=bindings))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    monkeypatch.setattr(doctor, "version", lambda name: "12.9.4")
+    monkeypatch.setattr(diagnosis, "version", lambda name: "12.9.4")
     monkeypatch.setattr(toolchain, "version", lambda name: "12.9.4")
-    monkeypatch.setattr(doctor, "why_no_launcher", lambda: "Triton needs a C compiler")
-    compiler, nvrtc = doctor._missing()
+    monkeypatch.setattr(diagnosis, "why_no_launcher", lambda: "Triton needs a C compiler")
+    compiler, nvrtc = diagnosis._missing()
     assert (compiler["what"], compiler["command"].split()[:2]) == ("Triton needs a C compiler", ["apt-get", "install"])
     assert (nvrtc["what"], nvrtc["command"]) == ("NVRTC (no libnvrtc.so.12)", "pip install nvidia-cuda-nvrtc-cu12")
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from hf_lowbit_kv import Calibration, cli
+from hf_lowbit_kv.cli import application
 from hf_lowbit_kv.eval import protocols
 
 NUMBERS = " ".join(str(3 + i * i % 151) for i in range(900))
@@ -18,7 +19,7 @@ NUMBERS = " ".join(str(3 + i * i % 151) for i in range(900))
 
 def commands() -> dict[str, object]:
     """All commands by their full name."""
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(application.app)
     found = {}
     for name, command in group.commands.items():
         inner = getattr(command, "commands", None)
@@ -119,7 +120,7 @@ def test_presets_that_need_a_calibration_are_marked(run):
         *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
         *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),
     }
-    table = run("presets")[1]
+    table = run("presets", "--all")[1]
     assert set(re.findall(r"^(\S+) \*", table, re.MULTILINE)) == marked
     assert "*: needs a calibration of the model" in table
 

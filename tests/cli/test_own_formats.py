@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from hf_lowbit_kv import cli, formats, presets
-from hf_lowbit_kv.cli import every_command
+from hf_lowbit_kv.cli import application, every_command
 from hf_lowbit_kv.formats.installed import GROUP, load_installed
 from hf_lowbit_kv.formats.registered import TRITON_MODULES
 
@@ -182,7 +182,7 @@ def test_every_command_takes_the_option():
 
 def commands() -> dict[str, object]:
     """All commands by their full name."""
-    group = typer.main.get_command(cli.app)
+    group = typer.main.get_command(application.app)
     found = {}
     for name, command in group.commands.items():
         inner = getattr(command, "commands", None)

@@ -13,7 +13,7 @@ from sign_format import registries  # noqa: F401  (a fixture)
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cli import app
+from hf_lowbit_kv.cli.application import app
 from hf_lowbit_kv.eval import baselines
 from hf_lowbit_kv.eval.baseline_formats import Clipped, Quest
 from hf_lowbit_kv.formats.static import ERROR

@@ -17,7 +17,7 @@ from tiny_hub import TinyHub, keep_uploads, one_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cli
+from hf_lowbit_kv.cli import application
 from hf_lowbit_kv.eval.local_models import MissingPackageError
 
 pytest.importorskip("sybil")
@@ -172,4 +172,4 @@ def test_blocks_say_what_they_are(page):
 
 
 def test_the_command_of_a_page_is_the_command():
-    assert typer.main.get_command(cli.app).commands.keys() >= {arguments[0] for _, arguments in own_commands()}
+    assert typer.main.get_command(application.app).commands.keys() >= {arguments[0] for _, arguments in own_commands()}

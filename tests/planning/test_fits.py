@@ -15,11 +15,13 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.byte_sizes import parse_tokens
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.own_layers import tensors_of
-from hf_lowbit_kv.cli import app, shared_options
+from hf_lowbit_kv.cli import shared_options
+from hf_lowbit_kv.cli.application import app
 from hf_lowbit_kv.planning import model_shapes
 from hf_lowbit_kv.planning.cache_memory import FullMemory, PresetMemory
 from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, fits
 from hf_lowbit_kv.planning.model_shapes import known_models, shape_of, weight_bytes
+from hf_lowbit_kv.presets import RECOMMENDED
 
 CALIBRATED = ("eigen-2", "vecinfer-2")
 
@@ -154,14 +156,24 @@ def test_presets_that_fit_come_by_their_bits_and_one_is_recommended():
     table = fits("Qwen/Qwen3-8B", "64k", "24GB")
     rows = list(table)[1:]
     assert (table.context, rows[-1].preset) == (65536, "dense")  # which does not fit
-    fitting = [fit for fit in rows if fit.fits]
-    assert fitting == rows[:-1]
-    assert [fit.cache for fit in fitting] == sorted((fit.cache for fit in fitting), reverse=True)
+    assert [fit for fit in rows if fit.fits] == rows[:-1]
+    advised = [name for name in RECOMMENDED if name != "snapmla"]  # which is for latents
+    for part in (rows[: len(advised)], rows[len(advised) : -1]):
+        assert [fit.cache for fit in part] == sorted((fit.cache for fit in part), reverse=True)
+    assert {fit.preset for fit in rows[: len(advised)]} == set(advised)
+    assert table.shown == [table[0], *rows[: len(advised)]]
+    assert len(table.shown) <= 12
+    assert table.whole.shown == list(table)
+    for text in (str(table), table._repr_html_()):
+        assert f"{len(table) - len(table.shown)} more presets: hf-lowbit-kv fits --all" in text
+        assert "k8v4" not in text
+    assert "k8v4" in str(table.whole)
+    assert "more presets" not in str(table.whole)
     assert table.recommended.preset == "kivi-4-sink"
     assert table.advice == "Recommended: kivi-4-sink, the default. int8 fits too: nearest to 16 bits."
     assert str(table).count("kivi-4-sink +") == 1
     assert str(table).splitlines()[-1] == table.advice
-    assert max(map(len, str(table).splitlines()[:30])) <= 80
+    assert max(map(len, str(table).splitlines()[: len(table.shown) + 2])) <= 80
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from sybil.region import Lexeme
 from tiny_hub import BUNDLED, TinyHub
 
 from hf_lowbit_kv import cli, formats, presets
+from hf_lowbit_kv.cli import application
 from hf_lowbit_kv.eval.local_models import MissingPackageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,7 +232,7 @@ class Server:
 
 def find_command(arguments: list[str]) -> tuple[click.Command, list[str]]:
     """The command that arguments begin with, and its name in words."""
-    command: Any = typer.main.get_command(cli.app)
+    command: Any = typer.main.get_command(application.app)
     path = list[str]()
     while hasattr(command, "commands"):
         path.append(arguments[len(path)])

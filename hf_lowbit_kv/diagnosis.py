@@ -19,7 +19,7 @@ from .cache.attention_function import lowbit_attention
 from .cache.implementation import ATTENTION_NAME
 from .cache.method_caches import from_preset
 from .generation import decoding_loop
-from .presets import get_preset, preset_names
+from .presets import get_preset, preset_names, recommended_first
 from .triton_kernels.toolchain import (
     INSTALL_TRITON,
     accelerator,
@@ -329,12 +329,13 @@ def _described(gpu: dict[str, Any]) -> list[str]:
 
 
 def _render(diagnosis: Diagnosis) -> str:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     out = io.StringIO()
-    console = Console(file=out, width=118, force_jupyter=False, color_system=None, highlight=False)
+    console = Console(file=out, width=80, force_jupyter=False, color_system=None, highlight=False)
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in diagnosis["packages"].items())
     kernels, check = diagnosis["kernels"], diagnosis["check"]
     kept = f"{kernels['directory']}: {kernels['files']} files, {kernels['bytes'] / 1e6:.1f} MB"
@@ -355,15 +356,16 @@ def _render(diagnosis: Diagnosis) -> str:
     for row in lines.items():
         table.add_row(*map(escape, row))
     console.print(table)
-    table = Table("keys", "values", "backend", "why", "presets", title="Backends", title_justify="left")
+    table = Table("backend", "why", "presets", title="Backends", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    alike: dict[tuple[str, str], list[str]] = {}
     for each in diagnosis["backends"]:
-        cells = each["keys"], each["values"], each["backend"] or "none", each["why"] or "", ", ".join(each["presets"])
-        table.add_row(*map(escape, cells))
+        alike.setdefault((each["backend"] or "none", each["why"] or ""), []).extend(each["presets"])
+    for choice, presets in alike.items():
+        table.add_row(*map(escape, choice), "all" if len(alike) == 1 else escape(", ".join(recommended_first(presets))))
     console.print(table)
     for each in diagnosis["missing"]:
-        console.print(
-            escape(f"missing: {each['what']} (for {each['for']}). Install: {each['command']}"), soft_wrap=True
-        )
+        console.print(escape(f"missing: {each['what']} (for {each['for']}). Install:"))
+        console.print(escape(f"  {each['command']}"), soft_wrap=True)  # one line, to be pasted
     if not diagnosis["missing"]:
         console.print("nothing is missing")
     return out.getvalue()

@@ -1,0 +1,48 @@
+"""What a layer of the cache hands to the attention function in place of tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .implementation import why_not_usable
+
+if TYPE_CHECKING:
+    from .low_bit_layer import LowBitLayer
+
+
+class LayerView(NamedTuple):
+    """The result of `update()`, for keys and for values, if our attention function is selected: the chunk, which is not
+    stored yet, and the layer. The attention function attends to the layer and stores the chunk in it."""
+
+    layer: LowBitLayer
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def __getattr__(self, name: str):
+        # while a model is compiled, views without fields exist
+        model_side = self.layer.model_side if len(self) else None
+        raise AttributeError(why_not_usable(f"have no attribute {name!r}", model_side))
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
+
+    def __getitem__(self, index):  # otherwise a tuple's method of this name would be used
+        raise TypeError(why_not_usable("cannot be indexed"))
+
+    def __add__(self, other):
+        raise TypeError(why_not_usable("cannot be added"))
+
+    def __mul__(self, other):
+        raise TypeError(why_not_usable("cannot be multiplied"))
+
+    def __rmul__(self, other):
+        return self * other
+
+    def __matmul__(self, other):
+        raise TypeError(why_not_usable("cannot be multiplied"))
+
+    def __rmatmul__(self, other):
+        return self @ other

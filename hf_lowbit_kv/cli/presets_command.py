@@ -1,0 +1,58 @@
+"""`hf-lowbit-kv presets`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .. import preset_sizes
+from ..presets import DEFAULT_PRESET, LISTED, Preset, get_preset, preset_names, recommended_first, short_list
+from .shared_options import JsonOption, print_json, print_table
+
+
+def presets(
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence.")] = 32768,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = preset_sizes.HEAD_DIM,
+    every: Annotated[bool, typer.Option("--all", help="List all presets, not only the recommended ones.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the recommended presets and their bits per number. The bits include scales and the 16-bit window.
+
+    With --json the list always has all presets.
+    """
+    names = recommended_first(preset_names())
+    shown = names if every or as_json else short_list(names)
+    rows = [_row(get_preset(name), tokens, head_dim) for name in shown]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        marks = {" *": row.pop("calibrated"), " +": row["preset"] == DEFAULT_PRESET}
+        row["preset"] += "".join(mark for mark, applies in marks.items() if applies)
+    print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
+    print("+: the default. *: needs a calibration of the model (hf-lowbit-kv calibrate)")
+    if len(names) > len(shown):
+        print(f"{len(names) - len(shown)} more: hf-lowbit-kv presets --all")
+
+
+def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
+    """The size of a preset, without torch if its bits are in the table of `preset_sizes`."""
+    bits = preset_sizes.bits_per_value(preset, tokens) if head_dim == preset_sizes.HEAD_DIM else None
+    if preset.name in LISTED and bits is not None:
+        calibrated = preset_sizes.calibrated(preset)
+    else:
+        spec = preset.spec()
+        widths = spec.reading.shown_widths(head_dim)
+        spec.validate(*widths)
+        calibrated, bits = bool(spec.parameters(*widths, 1)), spec.bits_per_value(tokens, head_dim)
+    return {
+        "preset": preset.name,
+        "keys": preset.key_format,
+        "values": preset.value_format,
+        "transform": preset.transform,
+        "sink": preset.sink,
+        "residual": preset.residual,
+        "calibrated": calibrated,
+        "bits_per_value": round(bits, 4),
+    }

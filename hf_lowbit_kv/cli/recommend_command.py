@@ -1,0 +1,154 @@
+"""`hf-lowbit-kv recommend`: the best preset within a budget."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..byte_sizes import parse_size
+from ..eval.local_models import calibration_texts, default_texts
+from .shared_options import (
+    CalibrationOption,
+    DeviceOption,
+    DtypeOption,
+    JsonObjectOption,
+    ModelOption,
+    SetOption,
+    error_of_kl,
+    load,
+    parse_overrides,
+    print_json,
+    print_table,
+    resolve_presets,
+)
+
+if TYPE_CHECKING:
+    from ..eval.preset_search import Budget
+
+
+def recommend(
+    bits: Annotated[
+        float | None, typer.Option(help="Budget: bits per number at --context, scales and window included.")
+    ] = None,
+    cache_memory: Annotated[
+        str | None, typer.Option(help="Budget, instead of --bits: memory of the cache at --context, e.g. 24GB.")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", "-p", help="Presets to try.", show_default="all that serve the model"),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Text to measure on.", exists=True, dir_okay=False, readable=True, show_default="an essay"),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=514, help="Tokens of the text to read; the first 512 do not count.")
+    ] = 2048,
+    calibrate: Annotated[
+        bool | None,
+        typer.Option(
+            help="Calibrate the model if presets within the budget need it.", show_default="asked on a terminal"
+        ),
+    ] = None,
+    calibration_text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file for --calibrate; repeatable.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            show_default="bundled essays, other than the measured one",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    overrides: SetOption = None,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonObjectOption = False,
+) -> None:
+    """Measure the presets within a budget, and name the best one.
+
+    Presets that need a calibration take part if the model has one, or with --calibrate.
+    """
+    if (bits is None) == (cache_memory is None):
+        raise ValueError("give a budget, either --bits or --cache-memory")
+    if bits is not None and bits <= 0:
+        raise ValueError(f"--bits {bits:g} is not allowed; it must be above 0")
+    from ..eval.preset_search import Budget
+    from ..eval.preset_search import recommend as measure
+
+    budget = Budget(bits, None if cache_memory is None else parse_size(cache_memory), context, batch)
+    names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
+    loaded, tokenizer = load(model, device, dtype)
+    source = text or default_texts()[0]
+    if calibration is None:
+        _calibrate_first(loaded, tokenizer, budget, names, changes, calibrate, calibration_text, source)
+    rows = measure(loaded, tokenizer, source, budget, names, changes, tokens)
+    if as_json:
+        print_json({"budget": budget._asdict(), "best": rows[0]["preset"], "code": rows[0]["code"], "candidates": rows})
+        return
+    cells = [
+        {
+            "preset": row["preset"],
+            "bits": f"{row['bits_per_value']:.2f}",
+            "GB": f"{row['bytes'] / 1e9:.3f}",
+            "full GB": f"{row['bytes_full'] / 1e9:.3f}",
+            "KL": f"{row['kl']:.4f}",
+            "+-": error_of_kl(row),
+            "top-1": f"{row['top1']:.3f}",
+            "ppl": f"{row['ppl']:.2f}",
+        }
+        for row in rows
+    ]
+    title = (
+        f"Within {budget}; accuracy on {source.name}, tokens 512 to {tokens}, full precision: {rows[0]['ppl_full']:.2f}"
+    )
+    print_table(title, cells, numbers_from=1)
+    best = rows[0]
+    print(f"Best: {best['preset']}. +-: standard error of KL")
+    print(best["code"])
+    if best["calibrated"]:
+        print(
+            f"{best['preset']} uses a calibration of this model. Another model needs its own: "
+            f"hf-lowbit-kv calibrate --preset {best['preset']} --model NAME"
+        )
+
+
+def _calibrate_first(
+    model: Any,
+    tokenizer: Any,
+    budget: Budget,
+    names: list[str] | None,
+    changes: dict[str, Any],
+    wanted: bool | None,
+    texts: list[Path] | None,
+    measured: Path,
+) -> None:
+    """Make the calibrations that presets within the budget lack, if the user wants them. Else name the presets left
+    out."""
+    from ..calibration.calibration_cost import cost
+    from ..calibration.steps_shown import LogLines
+    from . import missing_calibrations
+
+    if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
+        return
+    console, shown = Console(stderr=True), ", ".join(lacking)
+    takes = f"{shown}: a calibration of the model takes {cost(model, lacking)}"
+    if wanted is None and sys.stdin.isatty() and console.is_terminal:
+        wanted = typer.confirm(f"{takes}. Make it?", err=True)
+    if not wanted and names:
+        return  # presets named by the user are not left out: they raise, and the message says how to calibrate
+    if not wanted:
+        console.print(f"left out: {takes} (--calibrate)", markup=False, soft_wrap=True)
+        return
+    console.print(takes, markup=False, soft_wrap=True)
+    progress = True if console.is_terminal else LogLines()
+    path = missing_calibrations.make(model, tokenizer, lacking, texts or calibration_texts(), measured, progress)
+    console.print(f"calibration: {path}", markup=False, soft_wrap=True)

@@ -1,0 +1,103 @@
+"""What somebody gets wrong in the first hour: each error is a sentence that names the value and what to do."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import torch
+import transformers
+from cases import tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv import byte_sizes
+from hf_lowbit_kv.cache.cache_options import PresetCacheOptions
+
+IDS = torch.arange(10)[None]
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 16, "intermediate_size": 16}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models("llama")[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: lb.from_preset("kivi-2", model, residuals=64),
+        lambda model: lb.LowBitCache(model, residuals=64),
+        lambda model: lb.KIVICache(model, residuals=64),
+        lambda model: lb.KittyCache(model, residuals=64),
+        lambda model: lb.generate(model, IDS, max_new_tokens=2, cache_options={"residuals": 64}),
+        lambda model: lb.generate_many(model, [[1, 2]], max_new_tokens=2, cache_options={"residuals": 64}),
+        lambda model: lb.enable(model, residuals=64),
+    ],
+)
+def test_an_option_that_does_not_exist(model, make):
+    with pytest.raises(TypeError, match=r"^'residuals' is not an option of a cache; did you mean 'residual'\?$"):
+        make(model)
+
+
+def test_an_option_that_is_like_no_other(model):
+    with pytest.raises(
+        TypeError,
+        match=f"'xyz' is not an option of a cache; allowed: {sorted(PresetCacheOptions.__annotations__)[0]}, ",
+    ):
+        lb.from_preset("kivi-2", model, xyz=1)
+
+
+@pytest.mark.parametrize("name", ["KIVI-4-SINK", "Kivi-4-Sink"])
+def test_a_preset_in_other_letters(name):
+    with pytest.raises(ValueError, match="did you mean 'kivi-4-sink'\\? allowed"):
+        lb.get_preset(name)
+
+
+def test_sizes():
+    assert byte_sizes.parse_size("24G") == byte_sizes.parse_size("24 gb") == 24 * 10**9
+    assert byte_sizes.parse_size("24Gi") == byte_sizes.parse_size("24GiB") == 24 * 2**30
+    assert byte_sizes.parse_size("1e9") == byte_sizes.parse_size("1000000000") == 10**9
+    for text in ("24", "0.5", "999999"):
+        with pytest.raises(ValueError, match=rf"memory='{text}' is not understood: {text} what\? Give e.g. {text}GB"):
+            byte_sizes.parse_size(text, "memory")
+    with pytest.raises(ValueError, match="24 what"):
+        lb.fits("Qwen/Qwen3-8B", 8192, memory=24)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("call", ["enable", "generate", "generate_many", "Chat"])
+def test_a_model_without_a_head(model, call):
+    calls = {
+        "enable": lb.enable,
+        "generate": lambda body: lb.generate(body, IDS, max_new_tokens=2),
+        "generate_many": lambda body: lb.generate_many(body, [[1, 2]], max_new_tokens=2),
+        "Chat": lambda body: lb.Chat(body, None),
+    }
+    bert = transformers.BertModel(transformers.BertConfig(**SIZES))
+    for body, name in ((model.model, "LlamaModel"), (bert, "BertModel")):
+        with pytest.raises(
+            TypeError, match=f"model is a {name}, which has no language-model head .*AutoModelForCausalLM"
+        ):
+            calls[call](body)
+
+
+@pytest.mark.host
+def test_an_encoder_with_a_head_keeps_no_cache():
+    """BERT is a decoder only if its configuration says so; GPT-NeoX is one whatever the flag says."""
+    for kind in ("Bert", "Roberta", "Electra"):
+        config = getattr(transformers, f"{kind}Config")(**SIZES)
+        with pytest.raises(ValueError, match="with is_decoder=False attends in both directions and keeps no cache"):
+            lb.from_preset("kivi-2", config)
+        lb.from_preset("kivi-2", getattr(transformers, f"{kind}Config")(**SIZES, is_decoder=True))
+    assert not transformers.GPTNeoXConfig(**SIZES).is_decoder
+    lb.from_preset("kivi-2", transformers.GPTNeoXConfig(**SIZES))
+
+
+def test_commands_in_messages_can_be_pasted(tmp_path):
+    name = "my model; echo $HOME"
+    config = transformers.LlamaConfig(**SIZES, name_or_path=name)
+    with pytest.raises(ValueError, match="hf-lowbit-kv calibrate") as error:
+        lb.from_preset("eigen-2", config)
+    command = str(error.value)
+    command = command[command.index("hf-lowbit-kv calibrate") :].split(", then")[0]
+    assert name in shlex.split(command)
