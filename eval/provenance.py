@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from ..presets import get_preset
+from hf_lowbit_kv.presets import get_preset
 
 #: the folder of records in a checkout; the wheel has no such folder
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -267,8 +267,10 @@ def main(
     if model_name is None:
         model = random_model(shape_8b(layers, tiny), dtype, where)
     else:
-        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype, attn_implementation=lb.ATTENTION_NAME)
-        model = model.to(where).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_name, dtype=dtype, attn_implementation=lb.ATTENTION_NAME
+        )
+        model = loaded.to(where).eval()
         model.generation_config = GenerationConfig()  # no end of the text, no sampling
         model.config.max_position_embeddings = 2**21  # beyond it transformers warns
         if getattr(model.config, "head_dim", None) is None:

@@ -27,7 +27,6 @@ import typer
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import cache_contents, saved_cache
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.checked_tensors import read_tensors
 from hf_lowbit_kv.cache.model_fingerprint import fingerprint_of
 from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
 from hf_lowbit_kv.eval.provenance import (
@@ -132,8 +131,8 @@ def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable
         raw = _median(model.device, repeats, lambda: _raw(file, model.device))
         restore = _median(model.device, repeats, lambda: lb.LowBitCache.from_pretrained(folder, model))
         looked = _median(model.device, repeats, lambda: fingerprint_of(model))
-        sums = saved_cache.read_description(Path(folder) / saved_cache.FILE_NAME)["checksums"]
-        read = _median(model.device, repeats, lambda: read_tensors(file, sums, model.device))
+        with saved_cache.opened(folder) as saved:
+            read = _median(model.device, repeats, lambda: saved.tensors(model.device))
         parts = {"raw_seconds": raw, "fingerprint_seconds": looked, "read_seconds": read}
         sizes = {"nbytes": file.stat().st_size, "in_use": int(growing.nbytes) - growing.nbytes.unused}
         record("restore", seconds=restore, **parts, share=raw / restore, **sizes)

@@ -1,21 +1,23 @@
-"""Writes `docs/models.md`, the supported models: `python -m hf_lowbit_kv.eval.benchmarks.model_table` (some minutes on
+"""Writes `docs/models.md`, the supported models: `python -m hf_lowbit_kv.eval.benchmarks.model_table` (about an hour on
 a CPU).
 
-For every decoder architecture of transformers, a small model with random weights reads 90 tokens through a cache in the
-model's dtype, and then two more. Its logits are compared with those of transformers' own cache. A second run has a
-preallocated cache, which recorded steps need. Refused architectures are shown with the reason.
+For every decoder architecture of transformers, a small model with random weights writes after a prompt of 90 tokens: by
+`model.generate` with a cache in the model's dtype, growing and preallocated, by `lb.generate`, and under `lb.enable`. Its
+logits are compared with those of transformers' own cache. Refused architectures are shown with the reason.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
 import re
 import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import transformers
 import typer
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
@@ -32,7 +34,6 @@ from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names, tiny_model
 from hf_lowbit_kv.eval.benchmarks.tiny_vision import (
     ARCHITECTURES,
     IMAGE_TOKEN,
-    Prompt,
     prompt_with_image,
     tiny_vision_model,
 )
@@ -42,10 +43,15 @@ from hf_lowbit_kv.generation.piece_finder import find_pieces
 
 PAGE = RESULTS.parents[1] / "docs" / "models.md"
 #: most seconds for one architecture, and most parameters of its small model
-SECONDS, LARGEST = 60, 100_000_000
+SECONDS, LARGEST = 180, 100_000_000
 #: largest difference of logits from those of transformers' own cache, relative to their standard deviation
 TOLERANCE = 2e-3
-TOKENS = 90
+#: tokens of a prompt, of which the second row has so many of padding; and those that are written
+TOKENS, PADS, WRITTEN = 90, 5, (7, 11, 13)
+#: inputs that say of what kind a token is: 0 is text
+KINDS = ("token_type_ids", "mm_token_type_ids")
+#: small pages, which 90 tokens fill
+SMALL: dict[str, Any] = {"page_size": 32, "residual": 32, "backend": "torch"}
 
 
 PAGE_TEXT = """# Which models are served
@@ -61,7 +67,7 @@ Search this page for the `model_type` of your model: `model.config.model_type`, 
 | fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
 | calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) can serve the layers |
 
-{preallocated}
+{generation}
 
 {served_table}
 ## Text and images
@@ -108,9 +114,10 @@ No small model of these could be made, or transformers' own cache does not run i
 ## How this was tested
 
 `python -m hf_lowbit_kv.eval.benchmarks.model_table` wrote this page. It makes a small model of each architecture, with
-random weights and the real order of kinds of layers. The model reads 90 tokens through a cache without compression,
-then two more, one by one. Its logits must equal those with transformers' own cache, up to {tolerance:g} of their
-standard deviation. Vision-language models get their image as pixel values, without a processor.
+random weights and the real order of kinds of layers. Two rows, one of them padded, are read by `model.generate`, with all
+that a tokenizer or processor returns, and {new} tokens are written. That is done with a growing and with a preallocated
+cache without compression, by `lb.generate`, and under `lb.enable`. Logits must equal those with transformers' own cache, up
+to {tolerance:g} of their standard deviation. Vision-language models get their image as pixel values.
 """
 #: how the page names the reason of an error: a pattern in the message, and the page's words
 REASONS = (
@@ -128,11 +135,11 @@ REASONS = (
 
 class ModelRow(NamedTuple):
     """Results for an architecture. served: "every layer", "1 of 6 layers", or "" if it is refused; then `why` has the
-    reason."""
+    reason. generates: "yes", or which ways to generate fail, and why."""
 
     name: str
     served: str
-    preallocated: str = ""
+    generates: str = ""
     fused: str = ""
     calibrated: str = ""
     why: str = ""
@@ -144,17 +151,75 @@ class VisionRow(NamedTuple):
     name: str
     served: str
     tokens: int = 0
-    preallocated: str = ""
+    generates: str = ""
     why: str = ""
 
 
-@torch.no_grad()
-def _logits_with_image(model: Any, cache: Any, prompt: Prompt) -> torch.Tensor:
-    """Logits of the prompt's last token, and of two more tokens that are fed one by one."""
-    logits = [model(input_ids=prompt.ids, **prompt.image, **as_argument(cache)).logits[:, -1]]
-    for token in (7, 11):
-        logits.append(model(input_ids=torch.tensor([[token]]), **as_argument(cache)).logits[:, -1])
-    return torch.cat(logits)
+class _Writes(LogitsProcessor):
+    """Whatever the model thinks, these tokens are written: logits of two runs are of the same text."""
+
+    def __init__(self, tokens: Sequence[int], start: int):
+        self.tokens, self.start = tokens, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        token = self.tokens[input_ids.shape[1] - self.start]
+        return torch.full_like(scores, -torch.inf).index_fill_(1, torch.tensor([token]), 0.0)
+
+
+def _written(generate: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits `[rows * NEW, vocabulary]` of the tokens that are written after these inputs."""
+    writes = _Writes(WRITTEN, inputs["input_ids"].shape[1])
+    options: dict[str, Any] = {
+        "do_sample": False,
+        "max_new_tokens": len(WRITTEN),
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    options |= {"output_logits": True, "return_dict_in_generate": True, "logits_processor": [writes]}
+    return torch.cat(generate(**inputs, **options).logits)
+
+
+def _text(model: Any) -> dict[str, torch.Tensor]:
+    """What a tokenizer returns for two texts, one of them padded, if the model takes all of it."""
+    ids = torch.randint(3, 150, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :PADS], ids[1, :PADS] = 0, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    kinds = {name: torch.zeros_like(ids) for name in KINDS if name in inspect.signature(model.forward).parameters}
+    return inputs | kinds
+
+
+def _with_cache(model: Any, cache: Any) -> Callable[..., Any]:
+    return lambda **inputs: model.generate(**inputs, **as_argument(cache))
+
+
+def _by_lb_generate(model: Any, preset: str, **inputs: Any) -> Any:
+    return lb.generate(model, **inputs, preset=preset, cache_options=SMALL, progress=False)
+
+
+def _under_lb_enable(model: Any, preset: str, **inputs: Any) -> Any:
+    with lb.enable(model, preset, **SMALL):
+        return model.generate(**inputs)
+
+
+def _generates(model: Any, preset: str, inputs: Mapping[str, torch.Tensor], expected: torch.Tensor) -> str:
+    """ "yes", or which ways to generate fail besides a growing cache, and why."""
+    ways: dict[str, Callable[..., Any]] = {
+        "preallocated": lambda **x: _with_cache(model, lb.from_preset(preset, model, max_cache_len=160, **SMALL))(**x),
+        "`lb.generate`": functools.partial(_by_lb_generate, model, preset),
+        "`lb.enable`": functools.partial(_under_lb_enable, model, preset),
+    }
+    failing = list[str]()
+    for way, generate in ways.items():
+        try:
+            difference = _apart(_written(generate, inputs), expected)
+        except Exception as error:
+            failing.append(f"{way}: {_short(error)}")
+            continue
+        if not difference < TOLERANCE:
+            failing.append(f"{way}: its logits differ by {difference:.2g} of their standard deviation")
+    lb.release(model)
+    return "; ".join(failing) or "yes"
 
 
 def examine_with_image(name: str) -> VisionRow:
@@ -171,41 +236,29 @@ def _examined_with_image(name: str) -> VisionRow:
     prompt = prompt_with_image(theirs)
     tokens = int((prompt.ids == IMAGE_TOKEN).sum())
     ours = copy.deepcopy(theirs)
-    expected = _logits_with_image(theirs, DynamicCache(config=theirs.config), prompt)
+    inputs = {"input_ids": prompt.ids, "attention_mask": torch.ones_like(prompt.ids), **prompt.image}
+    expected = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), inputs)
     # the test proves nothing if the model ignores the image
-    other = {**prompt.image, "pixel_values": -prompt.image["pixel_values"]}
-    blind = _logits_with_image(theirs, DynamicCache(config=theirs.config), prompt._replace(image=other))
+    other = {**inputs, "pixel_values": -prompt.image["pixel_values"]}
+    blind = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), other)
     if not _apart(blind, expected) > TOLERANCE:
         return VisionRow(name, "", why="not tried: the small model does not see its image")
     try:
         cache = _cache(ours)
         ours.set_attn_implementation(lb.ATTENTION_NAME)
-        logits = _logits_with_image(ours, cache, prompt)
+        logits = _written(_with_cache(ours, cache), inputs)
     except Exception as error:
         return VisionRow(name, "", tokens, why=_short(error))
     if not (difference := _apart(logits, expected)) < TOLERANCE:
         return VisionRow(name, "", tokens, why=f"its logits differ by {difference:.2g} of their standard deviation")
     packed, layers = len(cache.packed_layers), len(cache.layers)
     served = "every layer" if packed == layers else f"{packed} of {layers} layers"
-    try:
-        fixed = _apart(_logits_with_image(ours, _cache(ours, max_cache_len=160), prompt), expected) < TOLERANCE
-        preallocated = "yes" if fixed else "no: logits differ"
-    except Exception as error:
-        preallocated = _short(error)
-    return VisionRow(name, served, tokens, preallocated)
+    return VisionRow(name, served, tokens, _generates(ours, cache.preset or "dense", inputs, expected))
 
 
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference of logits, relative to their standard deviation."""
     return float((logits - expected).abs().max() / expected.std())
-
-
-@torch.no_grad()
-def _logits(model: Any, cache: Any) -> torch.Tensor:
-    """Logits of the last of 90 tokens, and of two more tokens that are fed one by one."""
-    ids = torch.randint(3, 150, (1, TOKENS + 2), generator=torch.Generator().manual_seed(1))
-    chunks = (ids[:, :TOKENS], ids[:, TOKENS : TOKENS + 1], ids[:, TOKENS + 1 :])
-    return torch.cat([model(chunk, **as_argument(cache)).logits[:, -1] for chunk in chunks])
 
 
 @contextmanager
@@ -235,8 +288,9 @@ def _examined(name: str) -> ModelRow:
     theirs = tiny_model(name)
     if (count := sum(parameter.numel() for parameter in theirs.parameters())) > LARGEST:
         return ModelRow(name, "", why=f"not tried: even a small one has {count} parameters")
+    inputs = _text(theirs)
     try:
-        expected = _logits(theirs, DynamicCache(config=theirs.config))
+        expected = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), inputs)
     except Exception as error:
         expected, failure = None, error
     ours = copy.deepcopy(theirs)
@@ -250,35 +304,25 @@ def _examined(name: str) -> ModelRow:
         )
     ours.set_attn_implementation(lb.ATTENTION_NAME)
     try:
-        logits = _logits(ours, cache)
+        logits = _written(_with_cache(ours, cache), inputs)
     except Exception as error:
         return ModelRow(name, "", why=_short(error))
-    difference = float((logits - expected).abs().max() / expected.std())
-    if not difference < TOLERANCE:
+    if not (difference := _apart(logits, expected)) < TOLERANCE:
         return ModelRow(name, "", why=f"its logits differ by {difference:.2g} of their standard deviation")
     packed, layers = len(cache.packed_layers), len(cache.layers)
     served = "every layer" if packed == layers else f"{packed} of {layers} layers"
-    return ModelRow(name, served, _preallocated(ours, expected), _fused(ours), _calibrated(ours, cache))
+    generates = _generates(ours, cache.preset or "dense", inputs, expected)
+    return ModelRow(name, served, generates, _fused(ours), _calibrated(ours, cache))
 
 
-def _cache(model: Any, **options: Any) -> lb.LowBitCache:
-    """A cache in the model's dtype, with small pages that 90 tokens fill."""
-    options = {"page_size": 32, "residual": 32, "backend": "torch", **options}
+def _cache(model: Any) -> lb.LowBitCache:
+    """A growing cache in the model's dtype."""
     try:
-        return lb.from_preset("dense", model, **options)
+        return lb.from_preset("dense", model, **SMALL)
     except ValueError as error:
         if "latent" not in str(error):
             raise
-        return lb.from_preset("mla", model, **options)
-
-
-def _preallocated(model: Any, expected: torch.Tensor) -> str:
-    """Returns "yes" if a preallocated cache gives the same logits, as recorded steps need; else the reason why not."""
-    try:
-        logits = _logits(model, _cache(model, max_cache_len=128))
-    except Exception as error:
-        return _short(error)
-    return "yes" if float((logits - expected).abs().max() / expected.std()) < TOLERANCE else "no: logits differ"
+        return lb.from_preset("mla", model, **SMALL)
 
 
 def _fused(model: Any) -> str:
@@ -311,22 +355,24 @@ def render(rows: list[ModelRow], with_images: Sequence[VisionRow]) -> str:
     served = [row for row in rows if row.served]
     untried = [row for row in rows if row.why.startswith("not tried")]
     refused = [row for row in rows if not row.served and row not in untried]
-    growing = [row for row in served if row.preallocated != "yes"]
-    exceptions = "".join(f", except `{row.name}` ({row.preallocated})" for row in growing)
-    images = [(_packed_or_why(row), row.preallocated) for row in with_images]
+    exceptions = "".join(f", except `{row.name}` ({row.generates})" for row in served if row.generates != "yes")
+    images = [(_packed_or_why(row), row.generates) for row in with_images]
     return PAGE_TEXT.format(
         served=len(served),
         tried=len(rows),
         version=transformers.__version__,
-        preallocated=f"Preallocated caches, which recorded and compiled steps need, work with all of them{exceptions}.",
+        generation=f"Growing and preallocated caches, `lb.generate` and `lb.enable` work with all of them{exceptions}.",
         served_table=_grouped(
             ("packed", "fused", "calibrated"),
             ((row.name, (row.served, _kinds(row.fused), row.calibrated)) for row in served),
         ),
-        image_table=_grouped(("packed", "preallocated"), zip((row.name for row in with_images), images, strict=True)),
+        image_table=_grouped(
+            ("packed", "all ways to generate"), zip((row.name for row in with_images), images, strict=True)
+        ),
         refused_table=_grouped(("why",), ((row.name, (reason(row.why),)) for row in refused)),
         untried=", ".join(f"`{row.name}`" for row in untried) or "none",
         tolerance=TOLERANCE,
+        new=len(WRITTEN),
     )
 
 
@@ -367,8 +413,10 @@ def main(
     rows = []
     for name in only or names():
         begin = time.perf_counter()
-        rows.append(examine(name))
-        print(f"{name}: {rows[-1].served or rows[-1].why} ({time.perf_counter() - begin:.1f} s)", flush=True)
+        row = examine(name)
+        rows.append(row)
+        result = f"{row.served}; all ways to generate: {row.generates}" if row.served else row.why
+        print(f"{name}: {result} ({time.perf_counter() - begin:.1f} s)", flush=True)
     if not only:
         out.write_text(render(rows, [examine_with_image(name) for name in ARCHITECTURES]), encoding="utf-8")
 

@@ -13,6 +13,7 @@ process of its own, with a time limit and limits on memory, as evaluation and no
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import gzip
 import json
 import os
@@ -69,7 +70,7 @@ def humaneval() -> list[Item]:
             f"```python\n{row['prompt']}",
             f"```python\n{row['prompt']}{row['canonical_solution'].rstrip()}\n```\n\n",
             "```",
-            lambda answer, row=row: passes(f"{row['prompt']}{answer}\n{row['test']}\ncheck({row['entry_point']})\n"),
+            functools.partial(_completes, row),
         )
         for row in rows
     ]
@@ -85,10 +86,18 @@ def gsm8k() -> list[Item]:
             f"Question: {row['prompt']}\nAnswer:",
             f"Question: {row['prompt']}\nAnswer: {re.sub('<<.*?>>', '', row['upstream_answer'])}\n\n",
             "\n\n",
-            lambda answer, row=row: number_in(answer) == row["expected"].replace(",", ""),
+            functools.partial(_is_number, row["expected"].replace(",", "")),
         )
         for row in rows
     ]
+
+
+def _completes(row: dict[str, str], answer: str) -> bool:
+    return passes(f"{row['prompt']}{answer}\n{row['test']}\ncheck({row['entry_point']})\n")
+
+
+def _is_number(expected: str, answer: str) -> bool:
+    return number_in(answer) == expected
 
 
 TASKS: dict[str, Callable[[], list[Item]]] = {"humaneval": humaneval, "gsm8k": gsm8k}

@@ -27,7 +27,7 @@ def _is_current(record: dict[str, Any]) -> bool:
     if "keys" not in record:  # of a cache that is not ours
         return True
     try:
-        preset = get_preset(record.get("preset", record.get("cache")))
+        preset = get_preset(record["preset"] if "preset" in record else record["cache"])
     except ValueError:
         return False
     return (preset.key_format, preset.value_format) == (record["keys"], record["values"])

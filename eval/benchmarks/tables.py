@@ -314,7 +314,8 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "own": own_table,
     "ratios": ratios_table,
     "baselines": baselines_table,
-    "front": front_page.front_table,
+    "front": lambda rows: front_page.front_table(),
+    "models": lambda rows: front_page.models_table(),
     "own-rows": lambda rows: bench_batch.rows_table(),
     "protocols": lambda rows: paper_table.paper_table(),
     "weights-accuracy": lambda rows: weights_table.accuracy_table(),
@@ -363,7 +364,10 @@ def draw(rows: list[PresetRow], path: Path) -> None:
 
 def pictures(rows: list[PresetRow]) -> list[tuple[str, str, Callable[[list[PresetRow], Path], None]]]:
     """For each picture: its file, the digest that an up-to-date picture contains, and the function that draws it."""
-    return [(PICTURE, digest(rows), draw), (front_page.PICTURE, front_page.digest(rows), front_page.draw)]
+    return [
+        (PICTURE, digest(rows), draw),
+        (front_page.PICTURE, front_page.digest(), lambda rows, path: front_page.draw(path)),
+    ]
 
 
 # ---- docs/benchmarks.md --------------------------------------------------------------------------------------------

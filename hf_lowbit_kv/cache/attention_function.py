@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk
-from .implementation import ATTENTION_NAME, NO_GRADIENTS, refuse_backward
+from .implementation import ATTENTION_NAME, NO_GRADIENTS, NO_WEIGHTS, refuse_backward
 from .layer_view import LayerView
 from .token_counts import Seen
 
@@ -37,8 +38,14 @@ def lowbit_attention(
 
     Returns:
         `([B, S, Hq, D], None)`.
+
+    Raises:
+        ValueError: attention weights are asked for, or a packed layer cannot attend like this.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    asked_by_model = query.shape[2] > 1 and getattr(getattr(module, "config", None), "output_attentions", False)
+    if kwargs.get("output_attentions") or asked_by_model:
+        raise ValueError(NO_WEIGHTS)
     if not isinstance(key, LayerView):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer = key.layer
@@ -86,12 +93,20 @@ def _is_causal(module: torch.nn.Module) -> bool:
     return bool(getattr(module, "is_causal", True))
 
 
+_FIRST_PROMPT = (
+    "A low-bit cache serves that in a first prompt that is read whole (prefill_chunk_size=0), "
+    "and not behind stored tokens"
+)
+
+
 def _why_not(
     module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None, any_prompt: bool = False
 ) -> str | None:
     """Why a packed layer cannot attend, or `None`. any_prompt: whether this is a prompt that need not be causal."""
     if module.training and torch.is_grad_enabled() and view.key.requires_grad:
         return NO_GRADIENTS
+    if mask is not None and getattr(mask, _MADE_HERE, False):
+        return f"{type(module).__name__} has a mask that is not causal; tokens of an image may see each other. {_FIRST_PROMPT}"
     if mask is not None and mask.dim() != 2:
         return (
             f"attention_mask of shape {tuple(mask.shape)} is not supported with a low-bit cache under {ATTENTION_NAME!r}: "
@@ -99,10 +114,7 @@ def _why_not(
             "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors"
         )
     if not any_prompt and view.key.shape[2] > 1 and not _is_causal(module):
-        return (
-            f"{type(module).__name__} attends in both directions (is_causal=False). A low-bit cache serves that in a first "
-            "prompt that is read whole (prefill_chunk_size=0), and not behind stored tokens"
-        )
+        return f"{type(module).__name__} attends in both directions (is_causal=False). {_FIRST_PROMPT}"
     if torch.compiler.is_compiling():
         return None
     if (reason := view.layer.model_side.why_not(module)) is not None:
@@ -141,8 +153,9 @@ def lowbit_mask(
     """The mask for `lowbit_attention`.
 
     For causal layers whose keys are the chunk itself (low-bit layers, see `LowBitLayer.get_mask_sizes`): the chunk's
-    padding, bool `[B, q_length]`, or `None` without padding. For all others: transformers' SDPA mask. mask_function: one
-    of `transformers.masking_utils`; `None`: causal.
+    padding, bool `[B, q_length]`, or `None` without padding. So too for one token that attends to all before it, whatever
+    the mask shows of later ones. For all others: transformers' SDPA mask. mask_function: one of
+    `transformers.masking_utils`; `None`: causal.
 
     In a pass of several tokens the columns of stored tokens are compared with the cache, see `honour_mask`.
     """
@@ -152,7 +165,7 @@ def lowbit_mask(
     from .stored_masks import honour_mask
 
     mask_function = mask_function or causal_mask_function
-    if mask_function is not causal_mask_function or kv_length != q_length:
+    if kv_length != q_length or not _is_causal_in_chunk(mask_function, q_length, kv_offset, kwargs):
         mask = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -163,8 +176,9 @@ def lowbit_mask(
             attention_mask=attention_mask,
             **kwargs,
         )
-        if mask is not None:
-            setattr(mask, _MADE_HERE, True)
+        if mask is None:
+            return None
+        setattr(mask, _MADE_HERE, True)
         return mask
     chunk = None if attention_mask is None else _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)
     hides_stored = False
@@ -181,6 +195,40 @@ def lowbit_mask(
         return chunk
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
     return chunk.clone(memory_format=torch.contiguous_format)
+
+
+def _shows_all_before(mask_function: Callable) -> bool:
+    """Whether a token attends to all that come before it: the mask is causal, or transformers' union (`or_masks`) of a causal
+    one and others, such as that of an image's tokens."""
+    from transformers.masking_utils import causal_mask_function, or_masks
+
+    if mask_function is causal_mask_function:
+        return True
+    if getattr(mask_function, "__code__", None) is not or_masks().__code__:
+        return False
+    (parts,) = mask_function.__closure__ or ()
+    return any(map(_shows_all_before, parts.cell_contents))
+
+
+def _is_causal_in_chunk(
+    mask_function: Callable, tokens: int, offset: int | torch.Tensor, options: dict[str, Any]
+) -> bool:
+    """Whether every token of a chunk attends to all before it, and, behind stored tokens, to no later one. options: of
+    `sdpa_mask`."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if mask_function is causal_mask_function or tokens == 1:
+        return _shows_all_before(mask_function)
+    if torch.compiler.is_compiling() or not _shows_all_before(mask_function) or int(offset) == 0:
+        return False
+    # kinds of tokens come for the whole text; for the chunk alone if `generate` makes the masks of a preallocated cache
+    fixed = isinstance(offset, Seen) and offset.layer.length.fixed
+    for first in (int(offset), 0) if fixed else (int(offset),):
+        sizes: dict[str, Any] = {"q_length": tokens, "kv_length": tokens, "q_offset": first, "kv_offset": first}
+        mask = sdpa_mask(batch_size=1, mask_function=mask_function, **sizes, **options)
+        if mask is not None and bool(mask.triu(1).any()):
+            return False
+    return True
 
 
 def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ import struct
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from io import RawIOBase
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
@@ -49,21 +49,23 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return {"": header} | {name: xxhash.xxh3_128_hexdigest(_bytes(tensor)) for name, tensor in tensors.items()}
 
 
-def read_tensors(path: Path, checksums: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:
-    """The tensors of a file, on `device`. On a GPU they arrive in its current stream.
+def read_tensors(file: FileIO, checksums: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors of a file, on `device`. On a GPU they arrive in its current stream. The file may be removed meanwhile:
+    it is not opened again.
 
     Raises:
         ValueError: truncated or altered; names the tensor.
     """
-    with path.open("rb") as file:
-        header = _header(file, checksums[""], path)
-        start, size = file.tell(), path.stat().st_size
+    path, size = Path(file.name), os.fstat(file.fileno()).st_size
+    file.seek(0)
+    header = _header(file, checksums[""], path, size)
+    start = file.tell()
     end = max([entry["data_offsets"][1] for entry in header.values()], default=0)
     if size != start + end:
         raise ValueError(f"{path} is truncated or has grown: it has {size} bytes, and was saved with {start + end}")
     entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     out = {name: _empty(entry, device) for name, entry in entries}
-    reader = _Reader(path, device)
+    reader = _Reader(file, device)
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
         sums = {name: pool.submit(reader.read, out[name], start + entry["data_offsets"][0]) for name, entry in entries}
         try:
@@ -83,10 +85,10 @@ def _empty(entry: Mapping[str, Any], device: torch.device) -> torch.Tensor:
     return flat.view(_DTYPES[entry["dtype"]]).view(entry["shape"])
 
 
-def _header(file: BinaryIO, checksum: str, path: Path) -> dict[str, Any]:
+def _header(file: FileIO, checksum: str, path: Path, size: int) -> dict[str, Any]:
     begin = file.read(8)
     length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else -1
-    text = file.read(length) if 0 <= length <= path.stat().st_size else b""
+    text = file.read(length) if 0 <= length <= size else b""
     if len(text) != length or xxhash.xxh3_128_hexdigest(text) != checksum:
         raise ValueError(f"{path} was truncated or altered: its header is not what was saved")
     return {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
@@ -95,8 +97,8 @@ def _header(file: BinaryIO, checksum: str, path: Path) -> dict[str, Any]:
 class _Reader:
     """Fills tensors from a file. Threads share it; each thread has its own buffers if the tensors are on a GPU."""
 
-    def __init__(self, path: Path, device: torch.device):
-        self.path = path
+    def __init__(self, file: FileIO, device: torch.device):
+        self._file, self._alone = file, threading.Lock()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._of_thread = threading.local()
 
@@ -107,37 +109,43 @@ class _Reader:
             ValueError: the file ends too early.
         """
         flat, checksum = tensor.reshape(-1).view(torch.uint8), xxhash.xxh3_128()
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            for part in flat.split(PIECE):
-                # summed up at once: the piece is still in the processor's cache
-                checksum.update(self._on_cpu(file, part) if self._stream is None else self._on_gpu(file, part))
+        for part in flat.split(PIECE):
+            # summed up at once: the piece is still in the processor's cache
+            checksum.update(self._on_cpu(part, start) if self._stream is None else self._on_gpu(part, start))
+            start += len(part)
         return checksum.hexdigest()
 
-    def _on_cpu(self, file: RawIOBase, part: torch.Tensor) -> memoryview:
+    def _on_cpu(self, part: torch.Tensor, start: int) -> memoryview:
         content = _bytes(part)
-        self._fill(file, content)
+        self._fill(content, start)
         return content
 
-    def _on_gpu(self, file: RawIOBase, part: torch.Tensor) -> memoryview:
+    def _on_gpu(self, part: torch.Tensor, start: int) -> memoryview:
         if not hasattr(self._of_thread, "buffers"):
             pinned = [torch.empty(PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS)]
             self._of_thread.buffers = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in pinned])
         buffer, copied = next(self._of_thread.buffers)
         copied.synchronize()  # of the piece before; an event that was never recorded is over
         content = _bytes(buffer[: len(part)])
-        self._fill(file, content)
+        self._fill(content, start)
         with torch.cuda.stream(self._stream):
             part.copy_(buffer[: len(part)], non_blocking=True)
             copied.record(self._stream)
         return content
 
-    def _fill(self, file: RawIOBase, content: memoryview) -> None:
+    def _fill(self, content: memoryview, start: int) -> None:
         done = 0
         while done < len(content):
-            if not (count := file.readinto(content[done:])):
-                raise ValueError(f"{self.path} is truncated")
+            if not (count := self._read_at(content[done:], start + done)):
+                raise ValueError(f"{self._file.name} is truncated")
             done += count
+
+    def _read_at(self, content: memoryview, start: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [content], start)
+        with self._alone:
+            self._file.seek(start)
+            return self._file.readinto(content)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

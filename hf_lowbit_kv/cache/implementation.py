@@ -48,6 +48,24 @@ COMPUTED = (
     "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
 )
 
+NO_WEIGHTS = (
+    f"output_attentions=True is not possible under attn_implementation={ATTENTION_NAME!r}, which makes no tensor of attention "
+    "weights; use a cache of transformers and model.set_attn_implementation('eager')"
+)
+
+DIRECT = (
+    "the result of update() {}: under "
+    f"attn_implementation={ATTENTION_NAME!r} it is no tensor, and update() has stored nothing. The attention function of a "
+    "model stores the tokens when it attends. To store tokens without a model and get dense keys and values, select another "
+    "implementation first (model.set_attn_implementation('sdpa'))"
+)
+
+#: why a packed layer has no attribute of this name
+PACKED = (
+    "a low-bit layer has no tensor {!r}: its tokens are packed. To get dense keys and values of all tokens, select another "
+    "implementation before the first token (model.set_attn_implementation('sdpa')); update() then returns them"
+)
+
 
 def selected_everywhere(model: Any) -> dict[str, str]:
     """The selected attention implementations by sub-configuration, in the form of `set_attn_implementation`."""
@@ -101,12 +119,13 @@ def describe(config: Any) -> str:
 
 
 def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
-    """Why foreign code received our keys and values: another model runs, or the architecture computes with them. use:
-    the operation that failed, e.g. "cannot be indexed". model_side: that of the layer, if known."""
-    module = _running_module(sys._getframe(1))
-    if module is not None and (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
+    """Why foreign code received our keys and values: no model runs, another one does, or the architecture computes with
+    them. use: the operation that failed, e.g. "cannot be indexed". model_side: that of the layer, if known."""
+    if (module := _running_module(sys._getframe(1))) is None:
+        return DIRECT.format(use.replace("have", "has", 1))
+    if (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
         return OTHER_MODEL.format(running)
-    other = model_side.why_not(module) if model_side is not None and module is not None else None
+    other = model_side.why_not(module) if model_side is not None else None
     return other or COMPUTED.format(use)
 
 

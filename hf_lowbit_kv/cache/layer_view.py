@@ -40,3 +40,9 @@ class LayerView(NamedTuple):
 
     def __rmul__(self, other):
         return self * other
+
+    def __matmul__(self, other):
+        raise TypeError(why_not_usable("cannot be multiplied"))
+
+    def __rmatmul__(self, other):
+        return self @ other

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -369,7 +370,7 @@ class LowBitCache(Cache, PushToHubMixin):
             options = {name: kwargs[name] for name in ("token", "private") if name in kwargs}
             repo = create_repo(kwargs.get("repo_id", folder.name), exist_ok=True, **options).repo_id
             folder.mkdir(parents=True, exist_ok=True)
-            stamps = self._get_files_timestamps(folder)
+            stamps = self._get_files_timestamps(folder) | {saved_cache.LOCK_NAME: math.inf}
         saved_cache.write(folder, cache_contents.take(self), saved_cache.header_of(self, fingerprint_of(model)))
         if push_to_hub:
             message, token = kwargs.get("commit_message"), kwargs.get("token")
@@ -403,17 +404,30 @@ class LowBitCache(Cache, PushToHubMixin):
                 message names the difference.
             OSError: there is no such file.
         """
-        path, inner = saved_cache.find(path_or_repo, revision, token), unwrap(model)
         check_count("max_cache_len", max_cache_len, optional=True)
-        description = saved_cache.read_description(path)
-        if cls is not LowBitCache and description["class"] != cls.__name__:
-            raise ValueError(f"{path} holds a {description['class']}, not a {cls.__name__}")
+        with saved_cache.opened(path_or_repo, revision, token) as saved:
+            name = saved.description["class"]
+            if cls is not LowBitCache and name != cls.__name__:
+                raise ValueError(f"{saved.path} holds a {name}, not a {cls.__name__}")
+            return cls.of_saved(saved, model, max_cache_len, backend, preset, calibration)
+
+    @staticmethod
+    def of_saved(
+        saved: saved_cache.Saved,
+        model: Any,
+        max_cache_len: int | None = None,
+        backend: str | None = None,
+        preset: str | None = None,
+        calibration: Any = None,
+    ) -> LowBitCache:
+        """`from_pretrained`, of a saved cache that is open."""
+        path, description, inner = saved.path, saved.description, unwrap(model)
         saved_cache.check_model(description, inner, path)
         specs = saved_cache.specs_in(description)
         seen = saved_cache.stored_tokens(description)
         if max_cache_len is not None and seen > max_cache_len:
             raise ValueError(f"max_cache_len={max_cache_len} is too small: {seen} tokens are stored in {path}")
-        tensors = saved_cache.read(path, description, inner.device, revision, token, str(path_or_repo))
+        tensors = saved.tensors(inner.device)
         new = LowBitCache(
             inner,
             **saved_cache.options_for(specs),

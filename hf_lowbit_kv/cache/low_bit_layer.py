@@ -20,7 +20,7 @@ from ..storage.step import Chunk
 from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .filled_by import FilledBy, another_model
-from .implementation import ATTENTION_NAME, refuse_backward
+from .implementation import ATTENTION_NAME, PACKED, refuse_backward
 from .layer_view import LayerView
 from .pass_checks import another_text, cut_prompt, padded_prompt, same_text_again
 from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
@@ -51,6 +51,13 @@ class Progress(NamedTuple):
     seen: int
     """padded tokens seen"""
     mode: str | None
+
+
+def _no_tensor(name: str) -> Any:
+    def refuse(layer: Any) -> None:
+        raise AttributeError(PACKED.format(name))
+
+    return property(refuse, lambda layer, none: None)
 
 
 class LowBitLayer(CacheLayerMixin):
@@ -163,6 +170,9 @@ class LowBitLayer(CacheLayerMixin):
 
     # a growing cache changes with its length, so in a compiled model this method, and `step`, run eagerly
     _update_uncompiled = torch.compiler.disable(update)
+
+    # transformers' layers have tensors of these names, which begin as `None`
+    keys, values = _no_tensor("keys"), _no_tensor("values")
 
     @property
     def attends_packed(self) -> bool:

@@ -2,6 +2,9 @@
 A cache can only be loaded for the model that it was made for.
 
 The description names its tensor file, whose name holds a checksum. So replacing the description replaces both at once.
+Several processes may save into one folder and read from it. Each writes files of its own, and then, one after the other,
+gives them their names and removes those of the save before. A reader opens the tensors that its description names, and
+keeps them open.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from filelock import FileLock
 
 from ..calibration_files import calibration_lookup
 from ..presets import why_not_of
@@ -30,6 +35,8 @@ from .model_positions import keeps_positions
 from .own_layer_contents import OwnContents
 
 FILE_NAME = "lowbit_cache.json"
+#: an empty file in the folder, which a process locks while it replaces files
+LOCK_NAME = ".lock"
 #: version of the description and of the tensors' names
 VERSION = 2
 #: an unfinished file older than this (seconds) is removed
@@ -86,20 +93,23 @@ def write(
     description = {"format": _FORMAT, "version": VERSION, **said, **described, "more": dict(more or {})}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(8)}.tmp"
+    of_tensors = temporary.with_suffix(".tensors.tmp")
     try:
-        checksums = write_tensors(temporary, tensors)
+        checksums = write_tensors(of_tensors, tensors)
         name = f"lowbit_cache-{_checksum(json.dumps(checksums, sort_keys=True))}.safetensors"
         description |= {"checksums": checksums, "tensors": name}
-        _sync(temporary)
-        temporary.replace(folder / name)
         temporary.write_text(_signed(description), encoding="utf-8")
+        _sync(of_tensors)
         _sync(temporary)
-        temporary.replace(folder / FILE_NAME)
+        with FileLock(folder / LOCK_NAME):
+            of_tensors.replace(folder / name)
+            temporary.replace(folder / FILE_NAME)
+            for old in folder.glob("lowbit_cache-*.safetensors"):
+                if old.name != name:
+                    old.unlink(missing_ok=True)
     finally:
+        of_tensors.unlink(missing_ok=True)
         temporary.unlink(missing_ok=True)
-    for old in folder.glob("lowbit_cache-*.safetensors"):
-        if old.name != name:
-            old.unlink(missing_ok=True)
     for left in folder.glob(".*.tmp"):  # files of processes that were killed
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > LEFT_FOR:
@@ -166,7 +176,44 @@ def _sync(path: Path) -> None:
 # ---- reading -----------------------------------------------------------------------------------------------------------
 
 
-def find(source: str | Path, revision: str | None, token: str | bool | None) -> Path:
+class Saved(NamedTuple):
+    """A saved cache that is open for reading."""
+
+    path: Path
+    """of the description"""
+    description: dict[str, Any]
+    file: FileIO
+    """the tensors"""
+
+    def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The tensors, on `device`."""
+        return read_tensors(self.file, self.description["checksums"], device)
+
+
+@contextlib.contextmanager
+def opened(source: str | Path, revision: str | None = None, token: str | bool | None = None) -> Iterator[Saved]:
+    """Open the saved cache in a folder or a hub repository. What another process saves meanwhile does not change it.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: as `read_description`, or the tensors are not there.
+    """
+    here, path = Path(source).exists(), _find(source, revision, token)
+    while True:
+        description = read_description(path)
+        file = path.parent / description["tensors"]
+        if not here and not file.is_file():
+            file = _of_hub(str(source), description["tensors"], revision, token)
+        try:
+            open_file = file.open("rb", buffering=0)
+            break
+        except FileNotFoundError:  # unless another process has replaced both
+            if read_description(path) == description:
+                raise ValueError(f"{path} names {description['tensors']}, which is not there") from None
+    with open_file:
+        yield Saved(path, description, open_file)
+
+
+def _find(source: str | Path, revision: str | None, token: str | bool | None) -> Path:
     """The description of a saved cache in a folder or a hub repository."""
     path = Path(source)
     if path.is_dir() or path.is_file():
@@ -253,18 +300,6 @@ def check_expected(
         for name in sorted({*expected, *saved}):
             if name not in expected or name not in saved or digest(expected[name].cpu()) != digest(saved[name].cpu()):
                 raise ValueError(f"{path} was saved with another calibration: {name} of layer {index} differs")
-
-
-def read(
-    path: Path, description: Mapping[str, Any], device: torch.device, revision: str | None, token: Any, source: str
-) -> dict[str, torch.Tensor]:
-    """The tensors that a description names, on `device`."""
-    file = path.parent / description["tensors"]
-    if not file.is_file() and not Path(source).exists():
-        file = _of_hub(source, description["tensors"], revision, token)
-    if not file.is_file():
-        raise ValueError(f"{path} names {description['tensors']}, which is not there")
-    return read_tensors(file, description["checksums"], device)
 
 
 def parameters_in(tensors: Mapping[str, torch.Tensor]) -> dict[int, dict[str, torch.Tensor]]:

@@ -8,6 +8,8 @@ import re
 import tempfile
 from pathlib import Path
 
+from filelock import FileLock
+
 from ..calibration_files.calibration_file import FILE_NAME, Calibration
 from ..calibration_files.calibration_lookup import user_folder
 from ..folders import make_folder
@@ -64,7 +66,8 @@ def _try_folder(folder: Path, shown: str) -> None:
 
 
 def add_to_file(calibration: Calibration, path: Path) -> Calibration:
-    """Write a calibration to `path`, merged with the content that a file there has by then.
+    """Write a calibration to `path`, merged with the content that a file there has by then. Processes that add to one file
+    do so one after the other.
 
     Returns:
         The calibration that the file now holds.
@@ -74,9 +77,10 @@ def add_to_file(calibration: Calibration, path: Path) -> Calibration:
             folder for temporary files. The message names this file, or says that the calibration is lost.
     """
     try:
-        if path.exists():
-            calibration = Calibration.load(path).merged(calibration)
-        calibration.save(path)
+        with FileLock(path.with_name(f".{path.name}.lock")):
+            if path.exists():
+                calibration = Calibration.load(path).merged(calibration)
+            calibration.save(path)
     except Exception as error:  # no error may lose minutes of work
         raise OSError(f"{str(path)!r} could not be written: {error}. {_rescued(calibration, path)}") from error
     return calibration

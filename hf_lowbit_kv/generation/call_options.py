@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..cache.cache_options import check_choice
+from ..cache.implementation import NO_WEIGHTS
 from ..cache.served_models import longest_text
 from ..storage.layer_spec import check_count
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
@@ -129,6 +130,8 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"cache_implementation={chosen!r} is not allowed: the cache is a low-bit one; use model.generate for others"
         )
+    if setting(model, options, "output_attentions"):
+        raise ValueError(NO_WEIGHTS)
     if setting(model, options, "use_cache") is False:
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
 

@@ -93,7 +93,7 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[st
     """
     mask = options.get("attention_mask")
     padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
-    outputs = ("output_hidden_states", "output_attentions", "compile_config")
+    outputs = ("output_hidden_states", "compile_config")
     same = {name: options[name] for name in outputs if options.get(name) is not None}
     key = (padded, repr(sorted(same.items())))
     done = _compiled.setdefault(cache.packed_layers[0], set())

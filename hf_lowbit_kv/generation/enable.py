@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions, check_choice
-from ..cache.implementation import select, selected_everywhere
+from ..cache.implementation import NO_WEIGHTS, select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap, unwrap_generating
@@ -275,6 +275,8 @@ def _prepare_cache_for_generation(
         prepare = original(self, "_prepare_cache_for_generation")
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
+    if generation_config.output_attentions:
+        raise ValueError(NO_WEIGHTS)
     enabled = stack[-1]
     # if the class's `generate` was called, nobody would undo the overrides for steps
     if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
@@ -285,6 +287,7 @@ def _prepare_cache_for_generation(
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
     cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
+    call.undone.enter_context(kept_caches(self).given_back(cache))
     call.undone.enter_context(late_stop_check(cache, self.device))
     if enabled.fuse:
         compile_ahead(self, rows)

@@ -175,12 +175,12 @@ class Rotary(Piece):
         config: Any = getattr(self.module, "config", None)
         head_dim: Any = getattr(self.module, "head_dim", None)
         weight = local(next(self.module.parameters(), None))
-        counts = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+        counts: list[Any] = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
         if weight is None or not all(isinstance(n, int) for n in (head_dim, *counts)):
             return None
-        counts = [n // tp_size(config) for n in counts]
         part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
-        q, k = (weight.new_zeros(rows, 1, n, head_dim).transpose(1, 2) for n in counts)
+        ranks = tp_size(config)
+        q, k = (weight.new_zeros(rows, 1, int(n) // ranks, head_dim).transpose(1, 2) for n in counts)
         cos = weight.new_zeros(rows, 1, int(head_dim * part) // (2 if self.shared else 1))
         return q, k, cos, cos
 

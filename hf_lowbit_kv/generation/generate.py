@@ -144,11 +144,8 @@ def generate(
             return _run(model, call, _check_cache(past_key_values, preset, call), progress)
         preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
         lent = lend_cache(inner, preset, dict(cache_options or {}), call.rows, length)
-        try:
+        with kept.given_back(lent):
             return _run(model, call, lent, progress, prefixes)
-        except BaseException:  # also after an interruption: the next call empties the cache
-            kept.give_back(lent)
-            raise
 
 
 #: names of the arguments of `generate`

@@ -36,7 +36,8 @@ def watch_ranks(group: Any) -> None:
         if group.group_name in _started:
             return
         _started.add(group.group_name)
-    store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own: others may block on theirs
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = default.clone()  # a connection of its own: others may block on theirs
     own = dist.get_rank()
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
     heart = Heartbeat(store, f"hf-lowbit-kv/{group.group_name}", own, others)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +41,18 @@ def _own_parameters(cache: LowBitCache) -> None:
         layer.parameters = {name: x.detach().clone() for name, x in layer.parameters.items()}
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    # PyTorch's allocator of the CPU has no class of its own
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 @dataclass(eq=False)
 class _Entry:
     key: Hashable
     cache: LowBitCache
     holder: Callable[[], LowBitCache | None] = lambda: None
+    #: whether it is lent for the first time: its layers may not have allocated their memory yet
+    new: bool = True
 
     def lend(self) -> LowBitCache:
         """A new object that shares everything with the cache. The cache is free again when that object is dropped."""
@@ -51,6 +60,11 @@ class _Entry:
         lent = copy.copy(self.cache)
         self.holder = weakref.ref(lent)
         return lent
+
+    def drop(self) -> None:
+        """Free the memory of the cache and of its recordings, although a traceback may still refer to it."""
+        recording.forget(self.cache)
+        self.cache.layers.clear()  # the lent object has the same list
 
 
 class KeptCaches:
@@ -75,8 +89,9 @@ class KeptCaches:
             for entry in free:
                 self.entries.remove(entry)
                 if capacity(entry.cache) >= tokens:
+                    lent, entry.new = entry.lend(), False
                     self.entries.append(entry)
-                    return entry.lend()
+                    return lent
             # smaller and older caches free their memory before the new one allocates; caches that somebody holds stay
             del free
             entry = None  # type: ignore[assignment]
@@ -86,12 +101,25 @@ class KeptCaches:
             self.entries.append(entry)
             return entry.lend()
 
-    def give_back(self, lent: LowBitCache) -> None:
-        """The holder's call has failed: the cache is free, although a traceback may still refer to it."""
-        with self._guard:
-            for entry in self.entries:
-                if entry.holder() is lent:
-                    entry.holder = lambda: None
+    @contextlib.contextmanager
+    def given_back(self, lent: LowBitCache | None = None) -> Iterator[None]:
+        """A call, with this cache. If it fails or is interrupted, the cache is free, although a traceback may still refer
+        to it. A cache that the call made is dropped then. If memory ran out, all caches that nobody holds are."""
+        try:
+            yield
+        except BaseException as error:
+            short = ran_out_of_memory(error)
+            with self._guard:
+                for entry in list(self.entries):
+                    failed = lent is not None and entry.holder() is lent
+                    if failed:
+                        entry.holder = lambda: None
+                    if (failed and entry.new) or (short and entry.holder() is None):
+                        self.entries.remove(entry)
+                        entry.drop()
+            if short:
+                traceback.clear_frames(error.__traceback__)  # they refer to what the call had allocated
+            raise
 
     def release(self) -> None:
         """Drop all caches, and free the recordings of those that nobody holds."""

@@ -303,9 +303,8 @@ def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -
     """Why this module leaves the prompt to transformers, or `None`."""
     if (reason := why_not_tokens(model, options)) is not None:
         return reason
-    for name in ("output_hidden_states", "output_attentions"):
-        if size in (None, AUTO) and setting(model, options, name):
-            return f"{name} asks for those of all its tokens"
+    if size in (None, AUTO) and setting(model, options, "output_hidden_states"):
+        return "output_hidden_states asks for those of all its tokens"
     return None
 
 

@@ -359,19 +359,18 @@ class Chat:
         for name, instead in (("cache_options", "its cache"), ("system", "its messages; change chat.messages")):
             if name in options:
                 raise ValueError(f"{name} is not allowed: a saved chat has {instead}")
-        path = saved_cache.find(folder, None, None)
-        description = saved_cache.read_description(path)
-        said = description["more"].get("chat")
-        if said is None:
-            raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
-        _check_options(unwrap(model), options)
-        if max_length is not None and (stored := saved_cache.stored_tokens(description)) > max_length:
-            raise ValueError(
-                f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
-                f"max_length={said['max_length']}"
-            )
-        length = _checked_length(said["max_length"] if max_length is None else max_length, model)
-        cache = LowBitCache.from_pretrained(folder, model, max_cache_len=length, preset=preset, calibration=calibration)
+        with saved_cache.opened(folder) as saved:
+            said = saved.description["more"].get("chat")
+            if said is None:
+                raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
+            _check_options(unwrap(model), options)
+            if max_length is not None and (stored := saved_cache.stored_tokens(saved.description)) > max_length:
+                raise ValueError(
+                    f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
+                    f"max_length={said['max_length']}"
+                )
+            length = _checked_length(said["max_length"] if max_length is None else max_length, model)
+            cache = LowBitCache.of_saved(saved, model, max_cache_len=length, preset=preset, calibration=calibration)
         new = cls.__new__(cls)
         new.model, new.tokenizer, new.max_length = model, tokenizer, length
         new.preset = cache.preset or DEFAULT_PRESET

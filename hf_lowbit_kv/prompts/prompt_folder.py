@@ -1,10 +1,15 @@
-"""Texts of a prefix store in files: a folder for each, which several stores and processes may share."""
+"""Texts of a prefix store in files: a folder for each, which several stores and processes may share.
+
+A folder appears under its name when it is complete, and loses its name before it is removed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,6 @@ from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, common_prefix, cont
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
-#: how often a text is written whose folder other stores remove meanwhile; afterwards it counts as removed
-TRIES = 3
 
 
 class PromptFolder:
@@ -72,13 +75,12 @@ class PromptFolder:
         if path is None:
             return None
         try:
-            description = saved_cache.read_description(path)
-            tensors = saved_cache.read(path, description, device, None, None, str(path.parent))
-            prompt = _prompt_of(description, tensors)
+            with saved_cache.opened(path) as saved:
+                prompt = _prompt_of(saved.description, saved.tensors(device))
         except FileNotFoundError:  # another store has removed it, and may be writing it again: nothing to clean up
             return None
         except (OSError, ValueError):
-            shutil.rmtree(path.parent, ignore_errors=True)
+            self._remove(path.parent)
             return None
         with contextlib.suppress(OSError):
             path.touch()
@@ -91,21 +93,39 @@ class PromptFolder:
         more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}
         try:
             self._text(folder / saved_cache.FILE_NAME)
-        except OSError:
-            pass
-        except (ValueError, KeyError):  # damaged: nothing would find it, and it would never be replaced
-            shutil.rmtree(folder, ignore_errors=True)
-        for _ in range(TRIES):
-            if (folder / saved_cache.FILE_NAME).is_file():
-                break
-            # another store may remove the folder while this one writes to it, because of the limit
-            with contextlib.suppress(FileNotFoundError):
-                saved_cache.write(folder, contents_for([prompt], None), prompt.header, more)
+        except (OSError, ValueError, KeyError):  # it is not there, or damaged, so that nothing would find it
+            self._remove(folder)
+            self._write(folder, prompt, more)
         with contextlib.suppress(OSError):
             (folder / saved_cache.FILE_NAME).touch()
         self._drop_oldest()
 
+    def _write(self, folder: Path, prompt: KeptPrompt, more: dict[str, Any]) -> None:
+        """Write a text to a new folder, unless another store does so first."""
+        work = self._unnamed()
+        try:
+            saved_cache.write(work, contents_for([prompt], None), prompt.header, more)
+            (work / saved_cache.LOCK_NAME).unlink(missing_ok=True)  # nobody else knows this folder
+            with contextlib.suppress(OSError):  # the text is there
+                work.rename(folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a text, or what is left of one."""
+        gone = self._unnamed()
+        with contextlib.suppress(OSError):  # another store has removed it
+            folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _unnamed(self) -> Path:
+        return self.path / f".{secrets.token_hex(8)}.tmp"
+
     def _drop_oldest(self) -> None:
+        for left in self.path.glob(".*.tmp"):  # of processes that were killed
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > saved_cache.LEFT_FOR:
+                    shutil.rmtree(left, ignore_errors=True)
         if self.limit is None:
             return
         sizes = []
@@ -117,12 +137,12 @@ class PromptFolder:
         for _, size, folder in sorted(sizes):
             if total <= self.limit:
                 return
-            shutil.rmtree(folder, ignore_errors=True)
+            self._remove(folder)
             total -= size
 
     def clear(self) -> None:
         for path in self._descriptions():
-            shutil.rmtree(path.parent, ignore_errors=True)
+            self._remove(path.parent)
 
 
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:

@@ -19,14 +19,12 @@ from ..generation.kept_caches import kept_caches
 from ..presets import PresetName
 from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts, PromptStore
-from .memory_budget import USABLE, activation_bytes, free_memory, memory_in_bytes, pool_size
+from .memory_budget import memory_in_bytes
+from .new_pool import new_pool
 from .pool_models import empty_caches, longest_row
-from .pool_steps import PoolSteps, read_once, stored_layers
 from .request import Request, RequestReader
 from .result import Interrupted, Result, described
-from .row_pool import RowPool
 from .scheduler import Scheduler
-from .shared_prefixes import SharedPrefixes
 
 #: default for the tokens of a prompt that are read at a time
 CHUNK_SIZE = 2048
@@ -241,8 +239,9 @@ class _Run:
         if self._over:
             return []
         results: list[Result] = []
+        kept = kept_caches(self.model)
         try:
-            with kept_caches(self.model).lock, selected(self.model), torch.inference_mode(False), torch.no_grad():
+            with kept.lock, kept.given_back(), selected(self.model), torch.inference_mode(False), torch.no_grad():
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:
@@ -287,25 +286,22 @@ class _Run:
     def _begin(self) -> Scheduler:
         """Find out how much memory there is, and allocate the pool."""
         model, known = self.model, self._known
-        limits = None if known is None else [each.limit for each in known for _ in range(each.sequences)]
-        chunk = self._chunk_size or max((len(each.prompt_ids) for each in known or []), default=CHUNK_SIZE)
+        limits, chunk = None, self._chunk_size or CHUNK_SIZE
         if known is not None:
-            chunk = min(chunk, max(len(each.prompt_ids) for each in known))
-        on_gpu = model.device.type == "cuda"
-        # on a CPU, reading a whole chunk would show nothing about memory
-        tokens = max(chunk, 2) if on_gpu else 2
-        template = self._make_template(tokens)
-        needed = activation_bytes(model.device, lambda: read_once(model, template, tokens))
-        layers = stored_layers(template)
-        for layer in template.packed_layers:
-            layer.store = None  # the rows of the pool take its place
-        memory = self._memory
-        if memory is None:
-            memory = int(USABLE * max(free_memory(model.device) - needed, 0))
-        size = pool_size(layers, memory, limits, longest_row(model), self._max_rows, self._share)
-        pool = RowPool(layers, size.slots, size.tokens, size.max_length)
-        steps = PoolSteps(model, template, pool)
-        prefixes = SharedPrefixes(pool, size.slots) if self._share else None
+            limits = [each.limit for each in known for _ in range(each.sequences)]
+            most = longest_row(model)
+            lengths = [len(each.prompt_ids) for each in known if most is None or each.limit <= most]
+            longest = max(lengths, default=1)
+            chunk = min(self._chunk_size or longest, longest)
+        steps, prefixes = new_pool(
+            model,
+            self._make_template,
+            chunk,
+            memory=self._memory,
+            limits=limits,
+            max_rows=self._max_rows,
+            share_prefixes=self._share,
+        )
         kept = None if self._store is None else KeptPrompts(self._store, self._make_template)
         return Scheduler(steps, self._source, self._chunk_size, prefixes, self._tokenizer, kept)
 

@@ -85,7 +85,8 @@ def pool_size(
     """The number of slots and pages for this memory.
 
     Args:
-        memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand.
+        memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand. Rows that do
+            not fit alone get no memory.
         longest: tokens of the longest text that the model was made for, if known: no row may hold more. sinks: whether prefixes
             are kept.
 
@@ -94,24 +95,37 @@ def pool_size(
     """
     each = _token_bytes(layers)
     page = max(layer.spec.page_size for layer in layers)
-    needs = None if limits is None else sorted((_rounded(layers, limit) for limit in limits), reverse=True)
-    typical = max(sum(needs) / len(needs), page) if needs else EXPECTED_TOKENS
-    # the longest row that any division of the memory could serve; every slot has a table for it
+    # about the longest row that any division of the memory could serve; every slot has a table for it
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
     asked = [*([max(limits)] if limits else []), *([longest] if longest else [])]
     max_length = min([possible + page, *asked])
     fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length)
-    slots = MOST_ROWS if max_rows is None else max_rows
-    if needs is not None:
-        slots = min(slots, len(needs))
-    slots = max(min(slots, int(memory // (fixed + typical * each))), 1)
-    tokens = int((memory - slots * fixed) / each) // page * page
-    if tokens < page:
+
+    def tokens_beside(slots: int) -> int:
+        return int((memory - slots * fixed) / each) // page * page
+
+    if (alone := tokens_beside(1)) < page:
         raise ValueError(
             f"memory={memory} bytes are too few: the 16-bit window of a row takes {fixed}, and a page {int(page * each)}"
         )
-    wanted = sum(needs[:slots]) if needs is not None else slots * _rounded(layers, max_length)
-    return PoolSize(slots, max(min(tokens, wanted), page), max(max_length, 1))
+    max_length = max(min(max_length, _room(layers, alone)), 1)
+    slots = MOST_ROWS if max_rows is None else max_rows
+    if limits is None:
+        slots = max(min(slots, int(memory // (fixed + EXPECTED_TOKENS * each))), 1)
+        tokens = max(tokens_beside(slots), page)
+        max_length = min(max_length, _room(layers, tokens))
+        return PoolSize(slots, min(tokens, max(slots * _rounded(layers, max_length), page)), max_length)
+    # rows that no pool could hold are refused, and get no pages
+    needs = sorted((_rounded(layers, limit) for limit in limits if limit <= max_length), reverse=True) or [page]
+    typical, largest = max(sum(needs) / len(needs), page), needs[0]
+    fitting = min(int(memory // (fixed + typical * each)), int((memory - largest * each) // fixed))
+    slots = max(min(slots, len(needs), fitting), 1)
+    return PoolSize(slots, max(min(tokens_beside(slots), sum(needs[:slots])), page), max_length)
+
+
+def _room(layers: Sequence[StoredLayer], tokens: int) -> int:
+    """Tokens that one row may hold if there are pages for so many."""
+    return min(layer.spec.room(tokens // layer.spec.page_size) for layer in layers)
 
 
 def activation_bytes(device: torch.device, read: Any) -> int:

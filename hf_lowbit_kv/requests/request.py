@@ -34,7 +34,7 @@ OWN_OPTIONS = (
 REFUSED = {
     "output_scores": "logprobs=True gives those of the tokens",
     "output_logits": "logprobs=True gives those of the tokens",
-    "output_attentions": "use lb.generate",
+    "output_attentions": "no attention weights are computed",
     "output_hidden_states": "use lb.generate",
     "return_dict_in_generate": "results have all there is",
     "guidance_scale": "it runs the model twice a step; use model.generate",

@@ -30,6 +30,11 @@ _BY_SCORES = (
     "EpsilonLogitsWarper",
     "InfNanRemoveLogitsProcessor",
 )
+#: the error of a sequence that cannot draw its next token; `generate` raises one too
+NO_PROBABILITIES = (
+    "the probabilities of the next token are not finite: the model's logits are NaN or infinite, or temperature= or another "
+    "option makes them so"
+)
 BY_SCORES = tuple(getattr(logits_process, name) for name in _BY_SCORES if hasattr(logits_process, name))
 
 
@@ -89,6 +94,13 @@ class Drawn:
     """float32 `[n]`, if any sampler asks for them"""
     errors: dict[int, Exception]
     """by place, what a sequence's own processors raised; its token means nothing"""
+    impossible: torch.Tensor | None = None
+    """bool `[n]`, if any sampler draws: its probabilities are NaN, so its token means nothing"""
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """int64 `[n]`, the tokens for the CPU; -1 in place of one that means nothing."""
+        return self.tokens if self.impossible is None else self.tokens.masked_fill(self.impossible, -1)
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
@@ -125,6 +137,7 @@ def draw(logits: torch.Tensor, samplers: Sequence[Sampler], texts: Sequence[torc
             index = on_device(places, scores.device)
             scores[index] = processors(nothing, scores[index])
     tokens = scores.argmax(-1)
+    impossible = None
     sampling = [place for place, sampler in enumerate(samplers) if sampler.generator and place not in errors]
     if sampling:
         where: Any = slice(None) if len(sampling) == len(samplers) else on_device(sampling, scores.device)
@@ -133,7 +146,9 @@ def draw(logits: torch.Tensor, samplers: Sequence[Sampler], texts: Sequence[torc
         for row, place in zip(race, sampling, strict=True):
             row.exponential_(1, generator=samplers[place].generator)
         tokens[where] = (probabilities / race).argmax(-1)
+        impossible = torch.zeros_like(tokens, dtype=torch.bool)
+        impossible[where] = probabilities[:, 0].isnan()  # if one score is NaN or infinite, all of the row are NaN
     logprobs = None
     if any(sampler.logprobs for sampler in samplers):
         logprobs = scores.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    return Drawn(tokens, logprobs, errors)
+    return Drawn(tokens, logprobs, errors, impossible)

@@ -26,7 +26,7 @@ from .pool_steps import PoolSteps
 from .request import Request
 from .result import FinishReason, Result, described
 from .row_pool import Row
-from .sampling import Drawn, Sampler, draw, on_device
+from .sampling import NO_PROBABILITIES, Drawn, Sampler, draw, on_device
 from .shared_prefixes import SharedPrefixes
 
 
@@ -210,7 +210,7 @@ class Scheduler:
     def _refuse(self, request: Request, number: int) -> None:
         error = ValueError(
             f"the prompt has {len(request.prompt_ids)} tokens and {request.new_tokens} may be written: that does not fit, a "
-            f"row of this pool may hold {self.pool.longest} tokens (memory=, max_new_tokens=)"
+            f"row of this pool may hold {self.pool.max_length} tokens (memory=, max_new_tokens=)"
         )
         result = self._result(request, number)
         result.finish_reason, result.error = "error", described(error)
@@ -377,12 +377,13 @@ class Scheduler:
 
     def _on_its_way(self, sequences: list[Sequence], sampled: Drawn) -> _Pending:
         if not self._late:
-            return _Pending(sequences, sampled, sampled.tokens, sampled.logprobs)
+            return _Pending(sequences, sampled, sampled.sent, sampled.logprobs)
+        sent = sampled.sent
         host = [
             None if x is None else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            for x in (sampled.tokens, sampled.logprobs)
+            for x in (sent, sampled.logprobs)
         ]
-        for target, source in zip(host, (sampled.tokens, sampled.logprobs), strict=True):
+        for target, source in zip(host, (sent, sampled.logprobs), strict=True):
             if target is not None and source is not None:
                 target.copy_(source, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -403,6 +404,9 @@ class Scheduler:
                 continue
             if (error := pending.sampled.errors.get(place)) is not None:
                 self.end(sequence, "error", error)
+                continue
+            if tokens[place] < 0:
+                self.end(sequence, "error", RuntimeError(NO_PROBABILITIES))
                 continue
             result = sequence.result
             result.generated_tokens.append(tokens[place])

@@ -69,7 +69,7 @@ def check_row(name):
     if row.served:
         packed, fused, calibrated = SERVED[name]
         assert (row.served, kinds(row.fused), row.calibrated) == (packed, kinds(fused), calibrated)
-        assert row.preallocated == "yes"  # the page says that this holds for all
+        assert row.generates == "yes"  # the page says that this holds for all
     elif row.why.startswith("not tried"):
         assert name in UNTRIED, row
     else:
@@ -92,7 +92,7 @@ def test_all_rows_are_current(name):
 def test_equal_results_share_a_row_and_an_exception_is_named():
     rows = [
         ModelRow("a", "every layer", "yes", "norms 5, rotary 2", "yes"),
-        ModelRow("b", "every layer", "no: logits differ", "rotary 4, norms 9", "yes"),
+        ModelRow("b", "every layer", "preallocated: logits differ", "rotary 4, norms 9", "yes"),
         ModelRow("c", "", why="CForCausalLM does not use transformers' attention interface, which low-bit caches need"),
         ModelRow("d", "", why="something else"),
         ModelRow("e", "", why="not tried: took longer than 60 s"),
@@ -100,7 +100,7 @@ def test_equal_results_share_a_row_and_an_exception_is_named():
     page = render(rows, [VisionRow("v", "1 of 6 layers", 4, "yes"), VisionRow("w", "", why="its logits differ by 1")])
     assert "2 of the 5 decoder architectures" in page
     assert "| every layer | norms, rotary | yes | `a`, `b` |" in page
-    assert "work with all of them, except `b` (no: logits differ)." in page
+    assert "work with all of them, except `b` (preallocated: logits differ)." in page
     assert "| the model does not use transformers' attention interface | `c` |" in page
     assert "| something else | `d` |" in page
     assert "\n`e`.\n" in page
@@ -116,7 +116,7 @@ def test_vision_language_models_are_listed():
 
 def check_row_with_image(name):
     row = examine_with_image(name)
-    assert WITH_IMAGES[name] == [row.served or f"no: {row.why}", row.preallocated]
+    assert WITH_IMAGES[name] == [row.served or f"no: {row.why}", row.generates]
     assert row.tokens > 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
+import pickle
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, ti
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.eval.benchmarks.tiny_architectures import tiny_model
 from hf_lowbit_kv.storage.transforms import Hadamard
 
 pytestmark = pytest.mark.host
@@ -390,12 +394,79 @@ def test_offloading_is_refused(model):
         filled(model).layers[0].offload()
 
 
-def test_keys_touched_before_the_attention_function(model):
-    key, _ = lb.from_preset("kivi-2", model).layers[0].update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64))
+def test_a_model_that_computes_with_keys_before_the_attention_function():
+    model = tiny_model("jetmoe")
+    model.set_attn_implementation(lb.ATTENTION_NAME)
     with pytest.raises(
         AttributeError, match="this architecture computes with them between the cache and the attention"
     ):
-        key.transpose(1, 2)
+        model(left_padded(1, 5)[0], **as_argument(lb.from_preset("dense", model)))
+
+
+def test_an_update_without_a_model_stores_nothing_and_says_so(model):
+    cache, chunk = lb.from_preset("kivi-2", model), torch.randn(1, 2, 5, 64)
+    keys, _ = cache.update(chunk, chunk, 0)
+    for use in (
+        lambda: keys.shape,
+        lambda: keys[0],
+        lambda: torch.cat([keys]),
+        lambda: keys @ chunk,
+        lambda: chunk @ keys,
+    ):
+        with pytest.raises((AttributeError, TypeError), match=r"the result of update\(\) .* has stored nothing"):
+            use()
+    assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_cache_len", [None, 64])
+def test_a_packed_layer_has_no_tensors_of_keys(model, max_cache_len):
+    cache = lb.from_preset("kivi-2", model, max_cache_len=max_cache_len)
+    model(left_padded(1, 5)[0], **as_argument(cache))
+    layer = cache.layers[0]
+    for name in ("keys", "values"):
+        with pytest.raises(AttributeError, match=f"a low-bit layer has no tensor '{name}': its tokens are packed"):
+            getattr(layer, name)
+        assert not hasattr(layer, name)
+    for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert int(other.get_seq_length()) == 5
+
+
+def _asks_by_its_configuration(model, ids, assistant):
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    try:
+        model.set_attn_implementation(lb.ATTENTION_NAME)
+        model(ids)
+    finally:
+        model.config._output_attentions = False
+
+
+def _enabled(model, ids, assistant):
+    with lb.enable(model, "dense"):
+        model.generate(ids, output_attentions=True, max_new_tokens=2)
+
+
+WEIGHTS = {
+    "forward": lambda model, ids, assistant: model(ids, output_attentions=True),
+    "configuration": _asks_by_its_configuration,
+    "generate": lambda model, ids, assistant: model.generate(ids, output_attentions=True, max_new_tokens=2),
+    "assisted": lambda model, ids, assistant: model.generate(
+        ids, output_attentions=True, return_dict_in_generate=True, max_new_tokens=4, assistant_model=assistant
+    ),
+    "lb.generate": lambda model, ids, assistant: lb.generate(model, ids, max_new_tokens=2, output_attentions=True),
+    "lb.enable": _enabled,
+}
+
+
+@pytest.mark.parametrize("way", WEIGHTS)
+def test_attention_weights_are_refused(way):
+    model, assistant = tiny_models("llama")
+    ids = left_padded(1, 20)[0]
+    with pytest.raises(
+        ValueError, match="output_attentions=True is not possible under attn_implementation='lowbit_kv'"
+    ):
+        WEIGHTS[way](model, ids, assistant)
 
 
 def test_a_configuration_no_model_uses():

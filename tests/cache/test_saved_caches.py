@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import xxhash
 from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, one_of_each_width, tiny_models
 from mla_cases import tiny_models as mla_models
+from processes import at_once
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -251,6 +253,7 @@ def test_another_preset_or_version(model, saved, tmp_path):
         lb.LowBitCache.from_pretrained(saved, model, preset="kivi-2")
     with pytest.raises(ValueError, match="max_cache_len=10 is too small: 80 tokens are stored"):
         lb.LowBitCache.from_pretrained(saved, model, max_cache_len=10)
+    _copied(saved, tmp_path)
     for change, message in (
         ({"version": 99}, "version 99; this release reads"),
         (
@@ -373,7 +376,45 @@ def test_a_process_killed_while_it_saves_leaves_the_old_files(model, saved, tmp_
         os.utime(left, (0, 0))  # long ago
     cache.save_pretrained(tmp_path)
     assert int(lb.LowBitCache.from_pretrained(tmp_path, model).get_seq_length()) == 140
-    assert {path.name for path in tmp_path.iterdir()} == {saved_cache.FILE_NAME, _tensor_file(tmp_path).name}
+    names = {saved_cache.FILE_NAME, saved_cache.LOCK_NAME, _tensor_file(tmp_path).name}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_processes_that_save_into_one_folder_and_read_it(model, tmp_path):
+    """Each save replaces all, and each load gets one of the saved caches."""
+    caches = [filled(model, "kivi-4") for _ in range(2)]
+    _read(model, caches[1], torch.randint(3, 160, (1, 60)))
+    caches[0].save_pretrained(tmp_path)
+
+    def save(cache):
+        for _ in range(40):
+            cache.save_pretrained(tmp_path)
+
+    def load():
+        for _ in range(25):
+            assert int(lb.LowBitCache.from_pretrained(tmp_path, model).get_seq_length()) in (80, 140)
+
+    at_once(partial(save, caches[0]), partial(save, caches[1]), load)
+    assert int(lb.LowBitCache.from_pretrained(tmp_path, model).get_seq_length()) in (80, 140)
+    assert len([*tmp_path.glob("*.safetensors")]) == 1
+
+
+def test_a_save_while_a_cache_is_loaded_does_not_change_it(model, tmp_path, monkeypatch):
+    old, new = filled(model, "kivi-4"), filled(model, "kivi-4")
+    text = torch.randint(3, 160, (1, 60))
+    _read(model, new, text)
+    old.save_pretrained(tmp_path)
+    check = saved_cache.check_model
+
+    def saves_first(*args):
+        monkeypatch.setattr(saved_cache, "check_model", check)
+        new.save_pretrained(tmp_path)
+        check(*args)
+
+    monkeypatch.setattr(saved_cache, "check_model", saves_first)
+    loaded = lb.LowBitCache.from_pretrained(tmp_path, model)
+    assert torch.equal(_read(model, loaded, text), _read(model, old, text))
+    assert int(lb.LowBitCache.from_pretrained(tmp_path, model).get_seq_length()) == 140
 
 
 def test_what_cannot_be_saved(model, tmp_path):

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache import attention_function
+from hf_lowbit_kv.cache import stored_masks
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.cache.transformers_release import RELEASE
@@ -197,7 +197,7 @@ def test_a_pass_of_one_token_is_not_compared(models, monkeypatch):
     _read(ours, cache, ids[:, :50], mask[:, :50])
     mask[0, 40:50] = 0
     with monkeypatch.context() as patch:
-        patch.setattr(attention_function, "honour_mask", None)
+        patch.setattr(stored_masks, "honour_mask", None)
         _read(ours, cache, ids[:, 50:51], mask[:, :51])
     with pytest.raises(ValueError, match="hides columns 40 to 49 of row 0"):
         _read(ours, cache, ids[:, 51:], mask)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from cases import left_padded, tiny_models
 from generation_cases import GREEDY, SMALL_PAGES
+from processes import at_once
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
+from hf_lowbit_kv.calibration.calibration_target import add_to_file
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.storage import staleness
@@ -254,6 +257,19 @@ def test_a_run_whose_tensors_are_replaced_has_no_entry_any_more(model):
     assert len(second.source[0]["tensors"]) == 2  # what was joined is not changed
 
 
+def test_files_of_version_1_without_eigen_are_read(model, tmp_path):
+    """Codebooks have not changed. Keys of `eigen` had no center, and pages other means."""
+    run_of(model, "keys", 1).save(tmp_path / "x.safetensors")
+    with_metadata(tmp_path / "x.safetensors", version="1", digest=None)
+    assert lb.Calibration.load(tmp_path / "x.safetensors").tensors
+    eigen_calibration(model, attention=True).save(tmp_path / "y.safetensors")
+    with_metadata(tmp_path / "y.safetensors", version="1", digest=None)
+    with pytest.raises(
+        ValueError, match=r"version '1', and this release reads 2: make it again with `hf-lowbit-kv calib"
+    ):
+        lb.Calibration.load(tmp_path / "y.safetensors")
+
+
 def test_files_of_before_load_and_take_a_further_run(model, tmp_path):
     """Their source is one object, that of the last run."""
     path = tmp_path / "x.safetensors"
@@ -309,3 +325,19 @@ def test_steps_do_not_stay_behind_another_matrix(model):
     assert merged.tensors["layers.1.keys.eigen.matrix"][0, 0, 0] == 2
     assert [run["attention"] for run in merged.source] == [True]
     assert calibration_of(model).merged(calibration_of(model, 2.0)).tensors  # nothing stands behind these
+
+
+def test_processes_that_add_to_one_file(model, tmp_path):
+    """None of them loses what another has added, and a reader finds a whole file."""
+    path, turns, description = tmp_path / "all.safetensors", 12, describe_model(model, packed_sizes(model))
+
+    def add(number):
+        for turn in range(turns):
+            tensors = {f"layers.0.keys.smooth{number}.factors{turn}": torch.full((2, 64), float(number))}
+            add_to_file(lb.Calibration(tensors, description, [{"tensors": [*tensors]}]), path)
+            assert {*tensors} <= {*lb.Calibration.load(path).tensors}
+
+    at_once(*(partial(add, number) for number in range(3)))
+    names = {f"layers.0.keys.smooth{number}.factors{turn}" for number in range(3) for turn in range(turns)}
+    found = lb.Calibration.load(path)
+    assert {*found.tensors} == {name for run in found.source for name in run["tensors"]} == names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 
@@ -11,7 +12,7 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration import gradients, steps_shown
-from hf_lowbit_kv.calibration.calibration_windows import Tokens
+from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
 from hf_lowbit_kv.calibration.steps_shown import LogLines
 
 END = 1
@@ -55,6 +56,54 @@ def test_a_text_as_long_as_a_window_leaves_nothing():
 def test_end_tokens_are_not_doubled_and_may_be_missing():
     assert windows_of([f"10 11 {END}", "12", "13 14"], 6)[1] == [[10, 11, END, 12, END, 13]]
     assert windows_of(["10 11", "12", "13 14"], 5, end=None)[1] == [[10, 11, 12, 13, 14]]
+
+
+# ---- positions --------------------------------------------------------------------------------------------------------
+
+
+def test_windows_begin_in_every_part_of_the_positions():
+    """One in each eighth, at random; RoPE scaling counts."""
+    model = tiny_models("llama", max_position_embeddings=1000)[0]
+    firsts = first_positions(model, 8, 200, 0)
+    assert sorted(first * 8 // 801 for first in firsts) == list(range(8))
+    assert firsts != sorted(firsts)
+    assert firsts == first_positions(model, 8, 200, 0) != first_positions(model, 8, 200, 1)
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1000}
+    model = tiny_models("llama", max_position_embeddings=1000, rope_parameters=scaling)[0]
+    assert 3000 < max(first_positions(model, 8, 200, 0)) <= 3800
+    assert first_positions(model, 2, 4000, 0) == [0, 0]  # no room
+
+
+def test_models_that_take_no_positions_begin_at_0(monkeypatch):
+    model = tiny_models("llama")[0]
+    assert any(first_positions(model, 3, 64, 0))
+    monkeypatch.setattr(model, "forward", lambda input_ids, past_key_values=None: None)
+    assert first_positions(model, 3, 64, 0) == [0, 0, 0]
+
+
+def test_both_passes_read_windows_from_these_positions(monkeypatch):
+    """Keys, and gradients chunk by chunk; predictions stay, because RoPE depends only on distances."""
+    model, seen = tiny_models("llama", max_position_embeddings=5000)[0], []
+    forward = model.forward
+
+    def spy(*args, position_ids=None, **kwargs):
+        seen.append(None if position_ids is None else position_ids[0, [0, -1]].tolist())
+        return forward(*args, position_ids=position_ids, **kwargs)
+
+    spy.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(model, "forward", spy)
+    words = [3 + i * i * 7 % 147 for i in range(9000)]
+    made = lb.calibrate(
+        model, Numbers(), [" ".join(map(str, words))], "eigen-2", samples=2, length=1024, progress=False
+    )
+    expected = [[first, first + 1023] for first in first_positions(model, 2, 1024, 0)]
+    for first in first_positions(model, 8, 1024, 0):
+        expected += [[at, at + 127] for at in range(first, first + 1024, 128)]
+    assert seen == expected
+    assert made.source[0]["positions"] == max(first_positions(model, 2, 1024, 0)) + 1024
+    ids = torch.tensor([words[:64]])
+    near, far = (forward(ids, position_ids=torch.arange(64)[None] + first).logits for first in (0, 4000))
+    torch.testing.assert_close(near, far, rtol=1e-2, atol=1e-2)
 
 
 def test_empty_texts_bring_neither_tokens_nor_ends():

@@ -10,7 +10,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration.calibrators import PAGE, calibrator_for
 from hf_lowbit_kv.formats import fragment, parse_format
 from hf_lowbit_kv.formats.static import ERROR, STEP, Static
-from hf_lowbit_kv.storage.transforms import parse_transform
+from hf_lowbit_kv.storage.transforms import Eigen, parse_transform
 
 PATTERNS = ["44422000", "53222110", "64332222", "44222110"]
 
@@ -246,6 +246,34 @@ def test_calibrated_presets_generate():
         alone = lb.from_preset("eigen-2", models[0], **options)
         row = models[0].generate(ids[1:, 7:], past_key_values=alone, **generate)
         assert torch.equal(both[1, 7:], row[0])
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_scores_get_back_what_a_center_took(family, monkeypatch):
+    """A softcap, and sinks, beside the model's own attention over the same pages with their centers. Keys have a bias."""
+    models = tiny_models(family, attention_bias=True, attn_logit_softcapping=2.0)
+    bias = 3 * torch.randn(2, models[0].config.num_key_value_heads * models[0].config.head_dim)
+    for model in models:
+        for layer, numbers in zip(model.model.layers, bias, strict=True):
+            layer.self_attn.k_proj.bias.data.copy_(numbers)
+    text = "".join(chr(97 + (i * i) % 23) for i in range(4000))
+    options = {"samples": 1, "length": 512, "gradients": False, "attention": False, "progress": False}
+    calibration = lb.calibrate(models[0], _tokenizer, [text], "eigen-4", **options)
+    ids = torch.randint(3, 150, (1, 120))
+
+    def logits(model):
+        cache = lb.from_preset("eigen-4", model, calibration=calibration, sink=4, page_size=32, residual=32)
+        with torch.no_grad():
+            parts = [
+                model(part, past_key_values=cache).logits for part in (ids[:, :100], ids[:, 100:119], ids[:, 119:])
+            ]
+        return torch.cat(parts, 1)
+
+    packed, unpacked = map(logits, models)
+    torch.testing.assert_close(packed, unpacked, rtol=1e-3, atol=1e-3)
+    monkeypatch.setattr(Eigen, "centered", False)
+    assert float((logits(models[0]) - unpacked).abs().max()) > 0.05
 
 
 def test_a_preset_without_calibration_says_the_command():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, growing, ours
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import kept_caches as kept
 from hf_lowbit_kv.generation.kept_caches import kept_caches
+from hf_lowbit_kv.storage.paged_store import PagedStore
 
 pytestmark = pytest.mark.host
 
@@ -84,6 +87,67 @@ def test_a_call_that_fails_gives_its_cache_back(model, error):
     assert out.past_key_values.packed_layers[0] is layer
     assert torch.equal(out.sequences, growing(model, ids, mask))
     del caught
+
+
+def _allocates_for(monkeypatch, tokens):
+    """No layer but the first has memory for more than so many tokens. Returns references to all stores."""
+    made, allocate = [], PagedStore._new_block
+
+    def new_block(self, pages):
+        made.append(weakref.ref(self))
+        if len(made) > 1 and self.capacity > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(self, pages)
+
+    monkeypatch.setattr(PagedStore, "_new_block", new_block)
+    return made
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_memory_that_ran_out_is_free_for_a_smaller_call(model, monkeypatch, enabled):
+    """Although whoever catches the error holds its traceback, and also what other calls had left."""
+    in_place_of_graphs(monkeypatch)
+    ids, mask = left_padded(2, 60)
+    with lb.enable(model, "dense") if enabled else contextlib.nullcontext():
+
+        def written(tokens):
+            options = {"attention_mask": mask, "max_new_tokens": tokens, **GREEDY}
+            return model.generate(ids, **options) if enabled else lb.generate(model, ids, "dense", **options)
+
+        want = written(3)
+        made = _allocates_for(monkeypatch, tokens=512)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            written(900)
+        assert [store() for store in made] == [None, None]
+        assert not kept_caches(model).entries
+        assert torch.equal(written(3), want)
+        del caught
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_cache_that_a_failed_call_made_is_not_kept(model, error):
+    ids, mask = left_padded(2, 60)
+
+    def fail(input_ids, scores):
+        raise error
+
+    with pytest.raises(error):
+        ours(model, ids, mask, logits_processor=[fail])
+    assert not kept_caches(model).entries
+
+
+def test_an_enabled_call_that_fails_leaves_the_cache_of_its_caller(model, monkeypatch):
+    in_place_of_graphs(monkeypatch)
+    ids, mask = left_padded(2, 60)
+    with lb.enable(model, "dense"):
+        first = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
+        cache, text = first.past_key_values, torch.cat([first.sequences, ids[:, :9]], 1)
+        whole = torch.cat([mask, torch.ones(2, 13, dtype=mask.dtype)], 1)
+        options = {"attention_mask": whole, "past_key_values": cache, "max_new_tokens": 4, **GREEDY}
+        with pytest.raises(ZeroDivisionError):
+            model.generate(text, logits_processor=[lambda ids, scores: 1 / 0], **options)
+    assert len(cache.layers) == 2
+    assert int(cache.get_seq_length()) == text.shape[1]
 
 
 def test_a_call_within_a_call_takes_another_cache(model):

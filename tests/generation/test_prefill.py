@@ -173,18 +173,14 @@ def test_sequences_of_one_prompt(model, memory):
     assert {rows for rows, _ in fake.chunks} == {4}
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_states_of_all_tokens_want_the_prompt_whole(model, memory, capsys, name):
+def test_states_of_all_tokens_want_the_prompt_whole(model, memory, capsys):
     fake = memory(1.0, Need(0, 1e3, 0))
     ids, mask = left_padded(1, TOKENS)
-    options = {name: True, "return_dict_in_generate": True}
-    if name == "output_attentions":
-        model.set_attn_implementation("lowbit_kv")
+    options = {"output_hidden_states": True, "return_dict_in_generate": True}
     out = ours(model, ids, mask, prefill_chunk_size="auto", **options)
     assert prompts(fake) == [TOKENS]
-    assert f"read whole: {name}" in capsys.readouterr().err
-    if name == "output_hidden_states":
-        assert out.hidden_states[0][-1].shape[1] == TOKENS
+    assert "read whole: output_hidden_states" in capsys.readouterr().err
+    assert out.hidden_states[0][-1].shape[1] == TOKENS
 
 
 def test_a_further_turn_reads_every_token_once(model, memory):

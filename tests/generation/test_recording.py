@@ -122,6 +122,7 @@ def test_python_counts_what_replays_store(model, graphs, preset):
     ids = left_padded(3, 5)[0]
     # of the first turn 90 tokens and 12 written, then 21 of the second prompt
     mask = torch.cat([continued(left_padded(3, 90)[1], 12), continued(left_padded(3, 21)[1], 5)], 1)
+    mask[1, 97:102] = 0
     with torch.no_grad():
         torch.testing.assert_close(
             model(ids, attention_mask=mask, past_key_values=replayed).logits,

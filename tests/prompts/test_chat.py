@@ -166,6 +166,23 @@ def test_files(model, tmp_path):
         lb.Chat.load(tmp_path / "cache", model, tokenizer_of())
 
 
+def test_a_chat_saved_while_another_is_loaded_does_not_mix_with_it(model, tmp_path, monkeypatch):
+    chat = _chat(model)
+    chat.send(words(20, 1))
+    chat.save(tmp_path)
+    messages, stored, of_saved = list(chat.messages), int(chat.cache.get_seq_length()), lb.LowBitCache.of_saved
+
+    def saves_first(*args, **options):
+        chat.send(words(20, 2))
+        chat.save(tmp_path)
+        return of_saved(*args, **options)
+
+    monkeypatch.setattr(lb.LowBitCache, "of_saved", saves_first)
+    again = lb.Chat.load(tmp_path, model, tokenizer_of())
+    assert (again.messages, int(again.cache.get_seq_length())) == (messages, stored)
+    assert len(chat.messages) > len(messages)
+
+
 def test_a_full_context_raises_before_reading(model):
     chat, counted = _chat(model), Counted(model)
     with pytest.raises(ValueError, match="max_length=600 leaves no room for an answer"):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import random
 import resource
 import threading
+from functools import partial
 
 import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
+from processes import at_once
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import saved_cache
 from hf_lowbit_kv.prompts import prefix_store
+from hf_lowbit_kv.prompts.prompt_folder import PromptFolder
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 DENSE = {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}
@@ -91,8 +96,6 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
 @pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "fp8", "kivi-4-hadamard"])
 def test_packed_presets(model, preset):
     """A text that goes on from an exact end has the tokens of a call that goes on with the cache."""
-    if preset not in lb.preset_names():
-        pytest.skip("no such preset")
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, **GREEDY}
     store, ids = lb.PrefixStore(), _text(300, 1)
     first = lb.generate(
@@ -397,6 +400,32 @@ def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_processes_that_share_a_folder(model, tmp_path):
+    """A text is there as a whole, or not at all, whatever is written and removed meanwhile."""
+    store = lb.PrefixStore()
+    for seed in range(4):
+        _generate(model, _text(100, seed), store, 4)
+    prompts, shared = store._prompts, tmp_path / "shared"
+    PromptFolder(tmp_path / "one", None).save(prompts[0])
+    limit = 2 * sum(path.stat().st_size for path in (tmp_path / "one").rglob("*") if path.is_file())
+
+    def work(number):
+        folder, chosen, loaded = PromptFolder(shared, limit), random.Random(number), 0
+        for _ in range(60):
+            prompt = chosen.choice(prompts)
+            folder.save(prompt)
+            prompt = chosen.choice(prompts)
+            if (same := folder.load(prompt.seed, prompt.ids, model.device)) is not None:
+                loaded += torch.equal(same.ids, prompt.ids)
+            for path in shared.glob("prompt-*"):
+                with contextlib.suppress(FileNotFoundError), saved_cache.opened(path) as saved:
+                    saved.tensors(model.device)
+        assert loaded
+
+    at_once(*(partial(work, number) for number in range(3)))
+    assert not [*shared.glob(".*.tmp")]
 
 
 # ---- what does not match ------------------------------------------------------------------------------------------------

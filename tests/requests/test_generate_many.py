@@ -14,7 +14,7 @@ from pool_cases import CHUNK, Collected, one_row
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.requests import pool_steps
+from hf_lowbit_kv.requests import new_pool, pool_steps
 
 LENGTHS = (7, 33, 130, 300, 64)
 FIXED = {"cache_options": SMALL_PAGES, "prefill_chunk_size": CHUNK, "progress": False}
@@ -228,6 +228,17 @@ class Broken(LogitsProcessor):
         return scores
 
 
+class Spoiled(LogitsProcessor):
+    """After so many tokens one score is this number."""
+
+    def __init__(self, number, after):
+        self.number, self.left = number, after
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        return scores if self.left >= 0 else scores.index_fill(1, torch.tensor([7]), self.number)
+
+
 def test_a_streamer_gets_prompt_and_tokens(model, texts):
     streamer = Collected()
     requests = [{"input_ids": texts[0], "streamer": streamer}, texts[1]]
@@ -258,6 +269,30 @@ def test_a_request_that_does_not_fit_gets_an_error(model, texts):
     assert [result.finish_reason for result in found] == ["length", "length", "length", "error"]
     assert "the prompt has 300 tokens and 20 may be written: that does not fit" in found[3].error
     assert tokens_of(found[:3]) == [one_row(model, text, "dense") for text in texts[:3]]
+
+
+@pytest.mark.parametrize("where", ["one of several", "all", "beside one that is greedy"])
+def test_probabilities_that_are_not_finite_end_one_request(models, texts, where):
+    """As `generate` ends, whatever makes them so."""
+    (model, theirs) = models
+    options = {"max_new_tokens": 6, "do_sample": True}
+    bad = [
+        {"input_ids": texts[0], "temperature": 1e-300},
+        {"input_ids": texts[1], "logits_processor": [Spoiled(float("nan"), 3)]},
+        {"input_ids": texts[2], "logits_processor": [Spoiled(float("inf"), 0)]},
+    ]
+    good = [] if where == "all" else [{"input_ids": texts[3], "seed": 5, "do_sample": where == "one of several"}]
+    found = lb.generate_many(model, [*bad, *good], "dense", **options, **FIXED)
+    for result, request, written in zip(found, bad, (0, 3, 0), strict=False):
+        assert (result.finish_reason, len(result.generated_tokens)) == ("error", written)
+        assert "RuntimeError: the probabilities of the next token are not finite" in result.error
+        ids, *more = request.values()
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
+            theirs.generate(ids[None], pad_token_id=0, **options, **dict(zip([*request][1:], more, strict=True)))
+    for result, request in zip(found[3:], good, strict=True):
+        torch.manual_seed(5)
+        want = theirs.generate(texts[3][None], max_new_tokens=6, pad_token_id=0, do_sample=request["do_sample"])
+        assert result.generated_tokens == want[0, len(texts[3]) :].tolist()
 
 
 # ---- the order of things ----------------------------------------------------------------------------------------------
@@ -338,16 +373,15 @@ def test_no_history_is_unpacked_into_one_tensor(model, texts, monkeypatch):
 @pytest.fixture
 def pools(monkeypatch):
     """The pools that were made."""
-    from hf_lowbit_kv.requests import generate_many
-
     made = []
 
-    class Watched(generate_many.RowPool):
+    class Watched(new_pool.RowPool):
         def __init__(self, *args):
             super().__init__(*args)
+            self.bytes = self.memory.nbytes
             made.append(self)
 
-    monkeypatch.setattr(generate_many, "RowPool", Watched)
+    monkeypatch.setattr(new_pool, "RowPool", Watched)
     return made
 
 
@@ -445,6 +479,31 @@ def test_a_pool_takes_no_more_than_memory_says(model):
                 assert pool.memory.nbytes + sinks <= memory
                 if limits is None:
                     assert pool.memory.nbytes + sinks > 0.8 * memory or size.slots == rows
+
+
+@pytest.mark.parametrize("tokens", [10**9, 1000])
+def test_a_request_that_can_never_fit_gets_no_memory(model, texts, pools, tokens):
+    """It is more than the model has positions, or than there is memory. The others get the pool that they get alone."""
+    options = {"do_sample": False, "memory": 10**9 if tokens > 1000 else 700_000, **FIXED}
+    good = [{"input_ids": text, "max_new_tokens": 5} for text in texts[:3]]
+    bad = {"input_ids": texts[0], "max_new_tokens": tokens}
+    alone = lb.generate_many(model, good, "dense", **options)
+    found = lb.generate_many(model, [good[0], bad, *good[1:]], "dense", **options)
+    assert tokens_of(found[:1] + found[2:]) == tokens_of(alone)
+    assert [result.error is None for result in found] == [True, False, True, True]
+    assert "does not fit" in found[1].error
+    assert pools[1].bytes < 1.1 * pools[0].bytes
+
+
+def test_one_long_request_fits_beside_many_short_ones(model, texts, pools):
+    """Rows of the short ones must not take the memory that it needs."""
+    alone = {"max_new_tokens": 600, "do_sample": False, "eos_token_id": list(range(160)), "memory": 1_700_000, **FIXED}
+    assert lb.generate_many(model, [[5, 6]], "dense", **alone)[0].error is None
+    found = lb.generate_many(
+        model, [[5, 6], *({"input_ids": [5], "max_new_tokens": 1} for _ in range(40))], "dense", **alone
+    )
+    assert [result.error for result in found] == [None] * 41
+    assert pools[1].slots > 1
 
 
 def test_too_little_memory(model, texts):

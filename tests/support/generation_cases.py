@@ -93,10 +93,13 @@ def growing(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
 
 
 def turns(generate):
-    """Two turns of three rows, the second with padding in the middle: `generate(ids, mask, cache)` with and without cache."""
+    """Two turns of three rows: `generate(ids, mask, cache)` with and without cache. The second has padding in the middle, and
+    hides the end of the first answer of row 1."""
     (ids, mask), (more_ids, more_mask) = left_padded(3, 90), left_padded(3, 50, seed=1)
     first = generate(ids, mask, None)
     written = first.sequences.cpu()
     ids = torch.cat([written, more_ids], dim=1)
-    mask = torch.cat([mask, torch.ones_like(written[:, mask.shape[1] :]), more_mask], dim=1)
+    answer = torch.ones_like(written[:, mask.shape[1] :])
+    answer[1, -5:] = 0
+    mask = torch.cat([mask, answer, more_mask], dim=1)
     return written, generate(ids, mask, first.past_key_values).sequences.cpu()

@@ -180,7 +180,7 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     if (!fresh && token % PAGE) return;
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16, WHOLE = D / 32;
-    float acc[2][NT][4] = {};
+    float acc[NT][4] = {};
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       u32 a[4] = {};
@@ -192,14 +192,14 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
         if (b < WHOLE) lds<4>(x, rows + (8 * n + g) * STRIDE + 64 * b + 16 * t);
         else lds<2>(x, rows + (8 * n + g) * STRIDE + 64 * b + 8 * t);
         const u32 low[4] = {a[0], 0u, a[1], 0u}, high[4] = {a[2], 0u, a[3], 0u};
-        mma<false>(acc[0][n], low, x[0], x[1]);
-        if (b < WHOLE) mma<false>(acc[1][n], high, x[2], x[3]);
+        mma<false>(acc[n], low, x[0], x[1]);
+        if (b < WHOLE) mma<false>(acc[n], high, x[2], x[3]);
       }
     }
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) bias[n][e] = (acc[0][n][e] + acc[1][n][e]) * c[n][e] + fixed[n][e];
+      for (int e = 0; e < 2; e++) bias[n][e] = acc[n][e] * c[n][e] + fixed[n][e];
   }
 
   // Registers 2 i and 2 i + 1 of the operands over 16 tokens each (h): an octet is half of their columns.

@@ -78,6 +78,7 @@ class _PoolHandler:
     """
 
     _valid_params_class: Any
+    model_manager: Any
     #: the field that says what the model reads
     _reads: str
 
