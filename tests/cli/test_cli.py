@@ -320,6 +320,7 @@ def test_perplexity(run, tiny_model, tmp_path):
         "kl",
         "kl_error",
         "kl_p99",
+        "kl_p999",
         "top1",
         "by_position",
     }
