@@ -70,14 +70,18 @@ def test_plain_fp8_does_not(dtype):
         assert score_error(model_of(dtype), "fp8", start, **formats) > 9 * score_error(model_of(dtype), "fp8", start)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", [name for name in CALIBRATED if name not in SPOILED])
-def test_calibrated_presets_survive(preset):
+@functools.cache
+def calibration_of(dtype: torch.dtype) -> lb.Calibration:
     gen = torch.Generator().manual_seed(1)
     text = " ".join(map(str, torch.randint(3, VOCAB, (9000,), generator=gen).tolist()))
-    options = {"samples": 4, "length": 2048, "progress": False}
-    calibration = lb.calibrate(model_of(torch.bfloat16), Numbers(), [text], preset, **options)
+    presets = [name for name in CALIBRATED if name not in SPOILED]
+    return lb.calibrate(model_of(dtype), Numbers(), [text], presets, samples=4, length=2048, progress=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("preset", [name for name in CALIBRATED if name not in SPOILED])
+def test_calibrated_presets_survive(preset, dtype):
     bound = BOUNDS[lb.get_preset(preset).key_format]
     for start in STARTS:
-        found = score_error(model_of(torch.bfloat16), preset, start, calibration=calibration)
-        assert found <= bound * int4(torch.bfloat16, start), f"from {start}"
+        found = score_error(model_of(dtype), preset, start, calibration=calibration_of(dtype))
+        assert found <= bound * int4(dtype, start), f"from {start}"
