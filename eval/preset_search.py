@@ -1,8 +1,8 @@
 """Finds a preset for a model: presets that fit the model, the best ones within a budget, and a sweep over other
 formats.
 
-`hf-lowbit-kv recommend` prints the results of `recommend`, and `hf-lowbit-kv eval sweep` those of `sweep`. `pareto`
-finds the points of bits and KL that no other point beats. `plot` draws the points.
+`hf-lowbit-kv recommend` prints the results of `recommend`. A benchmark of this repository, `studies sweep`, prints
+those of `sweep`. `pareto` finds the points of bits and KL that no other point beats. `plot` draws the points.
 """
 
 from __future__ import annotations

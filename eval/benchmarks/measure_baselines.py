@@ -2,7 +2,7 @@
 `python -m hf_lowbit_kv.eval.benchmarks.measure_baselines`.
 
 Model, texts and setting are those of `measure`. The calibration uses the texts of the bundled calibration of `eigen-*`,
-and as many windows. The methods are our own implementations of the papers (`eval/baselines.py`). Records go to
+and as many windows. The methods are our own implementations of the papers (`baselines.py`). Records go to
 `eval/results/baselines-smollm2.jsonl`. If there are several records for a baseline and text, the newest counts.
 """
 
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from hf_lowbit_kv.calibration.steps_shown import LogLines
-from hf_lowbit_kv.eval.baselines import BASELINES, bits_of_page, calibrated, check_names
+from hf_lowbit_kv.eval.benchmarks.baselines import BASELINES, bits_of_page, calibrated, check_names
 from hf_lowbit_kv.eval.benchmarks.measure import CHUNK, CONTEXT, START, TEXTS, setting
 from hf_lowbit_kv.eval.bootstrap import block_means
 from hf_lowbit_kv.eval.cache_sizes import sizes

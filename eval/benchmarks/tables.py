@@ -28,8 +28,6 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import bootstrap
-from hf_lowbit_kv.eval.baseline_formats import BITS
-from hf_lowbit_kv.eval.baselines import BASELINES
 from hf_lowbit_kv.eval.benchmarks import (
     bench_batch,
     decode_shapes,
@@ -39,6 +37,8 @@ from hf_lowbit_kv.eval.benchmarks import (
     paper_table,
     weights_table,
 )
+from hf_lowbit_kv.eval.benchmarks.baseline_formats import BITS
+from hf_lowbit_kv.eval.benchmarks.baselines import BASELINES
 from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command

@@ -17,7 +17,7 @@ from .presets_command import presets
 from .recommend_command import recommend
 from .serve_command import serve
 from .setup_commands import calibrate, doctor, fits, share
-from .shared_options import refuse_several_processes
+from .shared_options import MEASURING, refuse_several_processes
 
 app = typer.Typer(
     help="Low-bit KV caches for transformers: see what fits and runs here, calibrate a model, measure presets, serve.",
@@ -29,13 +29,7 @@ app = typer.Typer(
 app.add_typer(eval_app, name="eval")
 add_command(app, "doctor", doctor)
 add_command(app, "fits", fits)
-add_command(
-    app,
-    "recommend",
-    recommend,
-    extra="eval",
-    extra_for="for the bundled model and texts, if you give no --model or --text",
-)
+add_command(app, "recommend", recommend, extra="eval", extra_for=MEASURING)
 add_command(app, "calibrate", calibrate, extra="calibrate", extra_for="for vecinfer-* and million-* on a CPU")
 add_command(app, "share", share)
 add_command(app, "serve", serve, extra="serve", extra_for="always")
@@ -45,10 +39,10 @@ add_command(app, "demo", demo, extra="eval", extra_for="for the bundled model, i
 _traceback_wanted = False
 
 
-def run(args: list[str] | None = None) -> None:
-    """Run a command and exit, see `cli.main`."""
+def run(args: list[str] | None = None, commands: typer.Typer = app, name: str = "hf-lowbit-kv") -> None:
+    """Run a command and exit, see `cli.main`. commands, name: another application with the same errors, and its name."""
     try:
-        app(args=args, prog_name="hf-lowbit-kv")
+        commands(args=args, prog_name=name)
     except (ValueError, OSError, ImportError) as error:
         # these errors say what the user can change; any other error is a defect and needs its traceback
         if _traceback_wanted:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +45,16 @@ PresetOption = Annotated[
 ModelOption = Annotated[
     str | None, typer.Option(help="Hub name or folder of the model.", show_default="the bundled SmolLM2-135M-Instruct")
 ]
+TextOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text file; repeatable.",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        show_default="the essays worked and popular",
+    ),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(help="E.g. cpu, cuda:1. auto: layers spread over all GPUs.", show_default="the GPU, if there is one"),
@@ -64,6 +75,9 @@ CalibrationOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
 JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
+
+#: why a command that measures may need the extra `eval`
+MEASURING = "for the bundled model and texts, if you give no --model or --text"
 
 
 def resolve_presets(options: list[str] | None) -> list[str]:

@@ -49,20 +49,6 @@ RECOMMEND_FIELDS = {
     "ppl_full",
 }
 RECOMMEND_FIELDS |= {"code", "calibrated"}
-SWEEP_FIELDS = {
-    "name",
-    "keys",
-    "values",
-    "transform",
-    "sink",
-    "residual",
-    "bits_per_value",
-    "kl",
-    "kl_p99",
-    "top1",
-    "ppl",
-}
-SWEEP_FIELDS |= {"ppl_full", "pareto"}
 PROMPT = " ".join(str(i * i % 101) for i in range(300))
 
 
@@ -191,10 +177,7 @@ def test_names_that_are_declared_without_torch():
         (["recommend", "--cache-memory", "plenty"], 1, "size 'plenty' is not understood"),
         (["recommend", "--bits", 0], 1, "must be above 0"),
         (["recommend", "--bits", 2, "--preset", "kivi2"], 1, "did you mean 'kivi-2'"),
-        (["eval", "layers", "--preset", "kv7"], 1, "did you mean"),
-        (["eval", "sweep", "--formats", "int4-channel"], 1, "give KEYS/VALUES"),
-        (["eval", "sweep", "--sink", "few"], 1, "--sink 'few' is not allowed; it must be numbers"),
-        (["eval", "sweep", "--out", "picture.doc"], 1, "it must be a .png or .svg"),
+        (["eval", "needle", "--preset", "kv7"], 1, "did you mean"),
         (["no-such-command"], 2, "No such command"),
     ],
 )
@@ -396,31 +379,12 @@ def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, 
     assert made.name in err.replace("\n", "")
 
 
-def test_layers_and_sweep(run, tiny_model, tmp_path):
-    text, picture = tmp_path / "numbers.txt", tmp_path / "sweep.svg"
-    text.write_text(PROMPT, encoding="utf-8")
-    options = ["--model", tiny_model, "--text", text, "--context", 280, "--from", 200]
-    code, out, err = run("eval", "layers", "--preset", "dense,kivi-2", *options, "--json")
-    rows = json.loads(out)
-    assert code == 0
-    assert "2/2 layer 1" in err
-    assert set(rows[0]) == {"layer", "key_peak", "value_peak", "first_key", "errors"}
-    assert rows[0]["errors"]["dense"] < 1e-6 < rows[0]["errors"]["kivi-2"]
-    assert "kivi-2" in run("eval", "layers", "--preset", "kivi-2", *options)[1]
-    grid = ["--formats", "int2-channel/int2-token,dense/dense", "--transform", "none", "--sink", 0, "--out", picture]
-    code, out, _ = run("eval", "sweep", *grid, *options, "--json")
-    assert code == 0
-    assert set(json.loads(out)[0]) == SWEEP_FIELDS
-    assert "<svg" in picture.read_text(encoding="utf-8")
-    assert "int2-channel/int2-token r128" in run("eval", "sweep", *grid, *options)[1]
-
-
 def test_an_unreachable_model_is_explained(run, monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to 'https://hub'.\nCheck your connection")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
-    code, _, err = run("eval", "layers", "--model", "some/model")
+    code, _, err = run("eval", "needle", "--model", "some/model")
     assert code == 1
     assert "model 'some/model' cannot be loaded: We couldn't connect to 'https://hub'. Without" in " ".join(err.split())
     assert "leave the model out: SmolLM2-135M-Instruct comes with a package" in " ".join(err.split())
@@ -451,7 +415,7 @@ def test_a_cache_folder_that_cannot_be_written(run, monkeypatch, tmp_path):
     """The message names the variable that chooses another one."""
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "file"))
-    for command in (["demo"], ["calibrate"], ["eval", "baselines"]):
+    for command in (["demo"], ["calibrate"]):
         code, out, err = run(*command)
         assert (code, out) == (1, ""), command
         assert re.search(r"file.*' cannot be written: .*HF_LOWBIT_KV_CACHE names another folder", " ".join(err.split()))

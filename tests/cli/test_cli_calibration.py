@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,6 @@ from hf_lowbit_kv.cli import main
 from hf_lowbit_kv.cli import setup_commands as command
 from hf_lowbit_kv.cli.application import app
 from hf_lowbit_kv.cli.shared_options import parse_overrides
-from hf_lowbit_kv.eval.local_models import load_model
 
 NUMBERS = " ".join(str(3 + i * i % 97) for i in range(5000))
 
@@ -316,32 +314,17 @@ def commands(group, name=""):
         yield from commands(each, f"{name} {key}") if hasattr(each, "commands") else [(f"{name} {key}".strip(), each)]
 
 
-def test_every_command_that_measures_presets_or_formats_takes_a_calibration():
+def test_every_command_that_measures_presets_takes_a_calibration():
     options = {
         name: {parameter.name for parameter in each.params} for name, each in commands(typer.main.get_command(app))
     }
-    measuring = {name for name, those in options.items() if {"preset", "formats"} & those} - {"calibrate", "fits"}
+    measuring = {name for name, those in options.items() if "preset" in those} - {"calibrate", "fits"}
     assert measuring >= {
         "demo",
         "recommend",
-        *(f"eval {x}" for x in ("perplexity", "layers", "sweep", "needle", "lm-eval")),
+        *(f"eval {x}" for x in ("perplexity", "needle", "lm-eval")),
     }
     assert not [name for name in measuring if "calibration" not in options[name]]
-
-
-def test_a_sweep_takes_a_calibration(model_folder, text, tmp_path, capsys):
-    loaded, path = load_model(str(model_folder), device="cpu")[0], tmp_path / "x.safetensors"
-    calibration_of(loaded).save(path)
-    options = ("--formats", "int4-channel/int4-token", "--transform", "smooth", "--context", 600, "--from", 300)
-    arguments = ("eval", "sweep", "--model", model_folder, "--text", text, "--json", *options)
-    code, (out, err) = run(*arguments, "--calibration", path), capsys.readouterr()
-    assert code == 0, err
-    assert [0 < row["kl"] < 0.1 for row in json.loads(out)] == [True, True]
-    assert run(*arguments) == 1
-    assert "needs a calibration" in capsys.readouterr().err
-    truncated(path)
-    assert run(*arguments, "--calibration", path) == 1
-    assert "x.safetensors' cannot be read" in capsys.readouterr().err
 
 
 def test_two_calibrations_are_refused():

@@ -54,7 +54,6 @@ def arguments(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(protocols, "CONTEXT", 400)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     small = ["--set", "page_size=32", "--set", "residual=32", "--kv-chunk", 32]
-    grid = ["--formats", "int2-channel/int2-token", "--transform", "none", "--sink", 0, "--residual", 128]
     out = tmp_path / "made.safetensors"
     model = ["--model", model_folder, "--device", "cpu"]
     short = ["--text", text, "--context", 280, "--from", 200]
@@ -70,10 +69,7 @@ def arguments(model_folder, tmp_path, monkeypatch):
         "share": [tmp_path / "kept.safetensors", "me/mine"],
         "serve": [*model, "--port", 8765, "--memory", "8MB"],
         "eval perplexity": [*model, *short, "--preset", "kivi-2"],
-        "eval layers": [*model, *short, "--preset", "kivi-2"],
-        "eval sweep": [*model, *short, *grid],
         "eval needle": [*model, "--text", sentences, "--length", 700, "--depth", 0.5, "--preset", "kivi-2", *small],
-        "eval baselines": [*model, *short, "-b", "oscar-2", "-p", "kv8", "--calibration-text", sentences, "--samples", 2],
         "eval protocol": [*model, "--name", "wikitext", "-p", "kv4", "--dataset", data, "--windows", 1],
         "eval lm-eval": [*model, "--tasks", "numbers", "--preset", "kivi-2", "--include_path", tmp_path],
     }  # fmt: skip
@@ -135,11 +131,11 @@ def test_help_says_which_extra_a_command_needs(run, name):
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("serve", "serve"), ("eval lm-eval", "eval"), ("eval sweep", "eval"), ("eval needle", "eval")],
+    [("serve", "serve"), ("eval lm-eval", "eval"), ("eval needle", "eval")],
 )
 def test_a_missing_extra_gives_the_line_that_installs_it(run, arguments, monkeypatch, tmp_path, name, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    pictures = {"eval sweep": ["--out", tmp_path / "a.png"], "eval needle": ["--picture", tmp_path / "a.png"]}
+    pictures = {"eval needle": ["--picture", tmp_path / "a.png"]}
     code, out, err = run(*name.split(), *arguments[name], *pictures.get(name, []))
     assert (code, out) == (1, "")
     assert f"pip install 'hf-lowbit-kv[{extra}]'" in " ".join(err.split())

@@ -28,7 +28,7 @@ def test_alone_keeps_the_order():
     assert ALONE.gather(ALONE.part("abc")) == list("abc")
 
 
-@pytest.mark.parametrize("command", [["demo"], ["presets"], ["eval", "needle"], ["eval", "sweep"]])
+@pytest.mark.parametrize("command", [["demo"], ["presets"], ["eval", "needle"]])
 def test_commands_that_cannot_be_shared_say_so(command, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""`eval layers` and `eval sweep` on a tiny random model."""
+"""Errors of single layers, and a sweep over formats, on a tiny random model."""
 
 from __future__ import annotations
 

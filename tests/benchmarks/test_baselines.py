@@ -13,9 +13,8 @@ from sign_format import registries  # noqa: F401  (a fixture)
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cli.application import app
-from hf_lowbit_kv.eval import baselines
-from hf_lowbit_kv.eval.baseline_formats import Clipped, Quest
+from hf_lowbit_kv.eval.benchmarks import baselines, studies
+from hf_lowbit_kv.eval.benchmarks.baseline_formats import Clipped, Quest
 from hf_lowbit_kv.formats.static import ERROR
 from hf_lowbit_kv.storage.transforms import hadamard
 
@@ -206,26 +205,13 @@ def test_latents_are_refused():
         baselines.read_moments(model, [torch.arange(40)])
 
 
-def test_the_command_refuses_a_text_that_is_calibrated_on(tmp_path):
-    from typer.testing import CliRunner
-
-    text = tmp_path / "a.txt"
-    text.write_text("a b c")
-    options = ["eval", "baselines", "--text", str(text), "--calibration-text", str(text)]
-    result = CliRunner().invoke(app, options)
-    assert isinstance(result.exception, ValueError)
-    assert "is calibrated on and measured" in str(result.exception)
-
-
 def test_json_of_the_command(model, tmp_path, monkeypatch, capsys):
-    from hf_lowbit_kv.cli import evaluation_commands, main
-
-    monkeypatch.setattr(evaluation_commands, "load", lambda *names: (model, Numbers()))
+    monkeypatch.setattr(studies, "load", lambda *names: (model, Numbers()))
     paths = [tmp_path / "measured.txt", tmp_path / "other.txt"]
     for path, text in zip(paths, (TEXT, OTHER)):
         path.write_text(text.content)
     options = ["--text", str(paths[0]), "--calibration-text", str(paths[1]), "--samples", "2", "--context", "600"]
     with pytest.raises(SystemExit):
-        main(["eval", "baselines", "-b", "oscar-2", "-p", "kv8", "--from", "300", "--json", *options])
+        studies.main(["baselines", "-b", "oscar-2", "-p", "kv8", "--from", "300", "--json", *options])
     rows = json.loads(capsys.readouterr().out)
     assert [row["preset"] for row in rows] == ["oscar-2", "kv8"]

@@ -1,5 +1,5 @@
-"""Other methods, compared with the package's presets: `hf-lowbit-kv eval baselines`. These are our own implementations
-of two papers.
+"""Other methods, compared with the package's presets: `studies baselines`. These are our own implementations of two
+papers.
 
 - **WUSH-KV** (Chen et al., arXiv 2609.38121): T = c H L^-1/4 U' C', for keys and for values. C C' is the cost of an
   error: the sum of q q' for keys, W_O W_O' for values. U L U' = C' M C, with M the second moment of the keys or values.
@@ -33,14 +33,13 @@ from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, longest_window
 from hf_lowbit_kv.calibration.steps_shown import Report, say, steps_shown
 from hf_lowbit_kv.calibration.window_reading import attend_in_full
+from hf_lowbit_kv.eval.benchmarks.baseline_formats import BITS, Clipped, Quest
+from hf_lowbit_kv.eval.perplexity import as_rows, score
+from hf_lowbit_kv.eval.texts import Text
 from hf_lowbit_kv.formats.registered import register_format
 from hf_lowbit_kv.presets import SINK_TOKENS
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard
-
-from .baseline_formats import BITS, Clipped, Quest
-from .perplexity import as_rows, score
-from .texts import Text
 
 #: share of the identity in both of WUSH's matrices (its section 5.1)
 DAMPING = 1e-2
