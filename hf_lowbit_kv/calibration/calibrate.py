@@ -47,8 +47,8 @@ def calibrate(
 
     Args:
         texts: strings. Texts of `length` tokens or more are cut into windows. If this gives too few windows, the
-            remainders of texts and the shorter texts are joined, with the tokenizer's end token in between. Use other
-            texts for evaluation.
+            remainders of texts and the shorter texts are joined, with the tokenizer's end token in between. A window
+            begins at a random one of the positions that the model is made for. Use other texts for evaluation.
         preset: one or several names, or `LayerSpec` objects of your own. Presets share the parameters that they have in
             common.
         samples: windows to read, drawn at random. `None`: windows with 32768 tokens in all on a CPU and 131072 on a

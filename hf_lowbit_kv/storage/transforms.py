@@ -77,7 +77,8 @@ class Transform(Parametrized, ABC):
     @property
     def product(self) -> bool:
         """Whether it is a product of keys with the first tensor that is held, and of queries with the second, `[H or 1,
-        D, D]` both: a kernel may apply it, and its sums may differ from PyTorch's."""
+        D, D]` both; `centered`: keys lose the third, `[H or 1, D]`, before. A kernel may apply it, and its sums may differ
+        from PyTorch's."""
         return False
 
     def own_inverse(self, head_dim: int) -> bool:
