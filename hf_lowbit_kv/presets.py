@@ -271,25 +271,20 @@ def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
 
 def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str | None:
     """Why a cache whose layers have these specs is not one of `preset`, or `None` if it is. name: the preset that it
-    was made as; its window may then differ.
+    was made as; its window and transforms may then differ, because options change them.
 
     Names are not enough: a cache of an older release may store something else under the same name.
     """
     wanted = get_preset(preset).spec()
     plain = [spec.with_layouts("planar-1", "planar-1") for spec in specs]
     if name == preset:
-        wanted_parts = _parts(wanted)
-        if any(_parts(spec) == wanted_parts for spec in plain):
+        if any(spec.formats == wanted.formats for spec in plain):
             return None
     elif any(dataclasses.replace(spec, page_size=wanted.page_size) == wanted for spec in plain):
         return None
     stored = f"keys {str(plain[0].key_format)!r}, values {str(plain[0].value_format)!r}, sink {plain[0].sink}"
     asked = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
     return f"preset={name!r} ({stored}), not of preset={preset!r} ({asked})"
-
-
-def _parts(spec: LayerSpec) -> tuple:
-    return spec.formats, spec.key_transform, spec.value_transform
 
 
 def preset_names() -> list[str]:

@@ -97,7 +97,7 @@ def test_both_passes_read_windows_from_these_positions(monkeypatch):
         model, Numbers(), [" ".join(map(str, words))], "eigen-2", samples=2, length=1024, progress=False
     )
     expected = [[first, first + 1023] for first in first_positions(model, 2, 1024, 0)]
-    for first in first_positions(model, 8, 1024, 0):
+    for first in first_positions(model, 2, 1024, 0):
         expected += [[at, at + 127] for at in range(first, first + 1024, 128)]
     assert seen == expected
     assert made.source[0]["positions"] == max(first_positions(model, 2, 1024, 0)) + 1024

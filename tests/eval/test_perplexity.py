@@ -235,7 +235,7 @@ def test_bad_input(model, texts):
 
 
 def test_band_table():
-    inside = {"preset": "kv8", "bits_per_value": 8.5, "ppl": 22.0, "ppl_full": 22.0, "kl": 0.0003, "top1": 0.99}
+    inside = {"preset": "int8", "bits_per_value": 8.5, "ppl": 22.0, "ppl_full": 22.0, "kl": 0.0003, "top1": 0.99}
     rows = [inside, inside | {"kl": 0.01}, inside | {"preset": "dense"}]
     assert [list(column.cells) for column in table(rows).columns][-1] == ["within", "OUTSIDE", ""]
     assert not BANDS["kivi-4-sink"].holds({"kl": 0.001, "top1": 0.9})

@@ -131,8 +131,12 @@ def attend(row: TrueRow, step: Step, prompt: bool, dtype: torch.dtype, noise: fl
     storage, real, own = row.storage, step.real, row.storage.dtype
     spec, tensors = storage.spec, storage.tensors
     chunk, query = (step.keys[None], step.values[None]), step.query[None].to(dtype)
-    heads = step.keys.shape[0]
+    heads, centers = step.keys.shape[0], torch.zeros(())
     if not prompt:
+        if spec.key_transform.centered:  # stored keys lack their center, so scores lack its product with the query
+            center = tensors["key_transform"][2].double().expand(heads, -1)
+            each = center.repeat_interleave(query.shape[1] // heads, 0)
+            centers = query[0][:, real].double() @ each[..., None]
         chunk = storage.transformed(*(x.to(dtype) if dtype != own else x for x in chunk))
         query = _mapped(spec.key_transform, "map_queries", query, tensors["key_transform"], heads)
     old = row.stored()
@@ -146,7 +150,7 @@ def attend(row: TrueRow, step: Step, prompt: bool, dtype: torch.dtype, noise: fl
     groups = query.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
     wide = torch.promote_types(dtype, torch.float32)
-    scores = (query @ keys.mT).to(wide) * step.scaling
+    scores = ((query @ keys.mT).to(wide) + centers.to(wide)) * step.scaling
     if step.softcap is not None:
         scores = step.softcap * torch.tanh(scores / step.softcap)
     position = torch.arange(before + tokens)
