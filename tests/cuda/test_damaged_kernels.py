@@ -24,7 +24,6 @@ KERNEL = bytes(range(256)) * 3
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
-    monkeypatch.delenv(kernel_store.OLD_VARIABLE, raising=False)
     kernel_store._warn.cache_clear()
     return tmp_path / "kernels"
 
