@@ -334,3 +334,9 @@ def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration,
     )
     with pytest.raises(ValueError, match=r"x\.safetensors' was made for another model"):
         command.calibrate(["vecinfer-2"], [text], out=out)
+
+
+def test_bundled_files_know_the_weights_that_they_were_made_for():
+    files = sorted(calibration_lookup.bundled_folder().glob("*.safetensors"))
+    assert files
+    assert all(lb.Calibration.load(file).model["weights"] for file in files)
