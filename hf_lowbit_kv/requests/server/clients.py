@@ -18,6 +18,8 @@ REQUEST_ID = b"x-request-id"
 ID_BYTES = 256
 #: seconds in which a client must send its request, and take some of its answer
 SLOW = 60.0
+#: bytes of a body that are read beyond the largest one allowed
+DROPPED = 2**26
 #: connections without a request that stay open beside those with one
 IDLE_CONNECTIONS = 256
 
@@ -110,16 +112,17 @@ class Clients:
             answer.result()  # raises what it raised
 
     async def _body(self, receive: Any) -> list[Any] | None:
-        """The messages of a body; `None` if it is longer than allowed."""
+        """The messages of a body; `None` if it is longer than allowed. The rest of a longer one is read and dropped, up to
+        a limit: a connection that is closed before that loses the answer."""
         messages, size = [await receive()], 0
-        while messages[-1]["type"] == "http.request":
+        while messages[-1]["type"] == "http.request" and size <= self.most_bytes + DROPPED:
             size += len(messages[-1].get("body", b""))
             if size > self.most_bytes:
-                return None
+                del messages[:-1]
             if not messages[-1].get("more_body"):
                 break
             messages.append(await receive())
-        return messages
+        return None if size > self.most_bytes else messages
 
     async def _gone(self, receive: Any) -> None:
         """Wait until the client disconnects."""
