@@ -257,7 +257,7 @@ def score(
                     _score_in_one_pass(ids, full, makers, scores, model, bounds, start, bar, task)
                 else:
                     caches = {name: factories[name]() for name in group}
-                    _score_windows(ids, caches, scores, model, truth, bounds, start, bar, task)
+                    score_windows(ids, caches, scores, model, truth, bounds, start, bar, task)
     of_windows = {name: processes.gather(scores) for name, scores in by_preset.items()}
     by_text = [[row for row, (number, _, _) in enumerate(everything) if number == text] for text in range(len(pieces))]
     return {name: [Scores.joined([all_[row] for row in rows]) for rows in by_text] for name, all_ in of_windows.items()}
@@ -301,7 +301,7 @@ def window_tokens(text: Text, tokenizer: Any, context: int, windows: int, name: 
 
 
 @torch.no_grad()
-def _score_windows(
+def score_windows(
     ids: torch.Tensor,
     caches: Mapping[str, Any],
     scores: Mapping[str, Sequence[Scores]],
@@ -351,7 +351,7 @@ def _score_in_one_pass(
     bar: Progress,
     task: Any,
 ) -> None:
-    """Like `_score_windows`, but with one forward pass for each cache. exact: logits of the full-precision cache."""
+    """Like `score_windows`, but with one forward pass for each cache. exact: logits of the full-precision cache."""
     labels = ids[:, start + 1 :]
     for name, factory in factories.items():
         cache = factory()

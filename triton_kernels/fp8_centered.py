@@ -44,7 +44,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 @triton.jit
 def _center(page, P: tl.constexpr):
-    """A page's centers, float32 `[padded]`; 0 behind the last channel."""
+    """A page's centers, float32 `[padded]`; 0 after the last channel."""
     channel = tl.arange(0, P.padded)
     pointers = (page + P.center_at).to(tl.pointer_type(tl.float16)) + channel
     return tl.load(pointers, mask=channel < P.width, other=0.0).to(tl.float32)

@@ -31,7 +31,7 @@ from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.benchmarks.measure import TRANSCRIPT
 from hf_lowbit_kv.eval.cache_sizes import sizes
 from hf_lowbit_kv.eval.local_models import default_texts, essay, package_folder
-from hf_lowbit_kv.eval.perplexity import CHUNK, Scores, _score_windows, position_edges, score, window_tokens
+from hf_lowbit_kv.eval.perplexity import CHUNK, Scores, position_edges, score, score_windows, window_tokens
 from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.texts import Text, read_text
@@ -85,7 +85,7 @@ def score_peer(make: Callable[[], Any], ids: torch.Tensor, model: Any, start: in
     bounds = (*range(0, ids.shape[1], CHUNK), ids.shape[1])
     with Progress(disable=True) as bar:
         task = bar.add_task("")
-        _score_windows(
+        score_windows(
             ids.to(model.device), {"peer": make()}, {"peer": [scores]}, model, model, bounds, start, bar, task
         )
     return scores

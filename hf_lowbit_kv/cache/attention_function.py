@@ -95,7 +95,7 @@ def _is_causal(module: torch.nn.Module) -> bool:
 
 _FIRST_PROMPT = (
     "A low-bit cache serves that in a first prompt that is read whole (prefill_chunk_size=0), "
-    "and not behind stored tokens"
+    "and not after stored tokens"
 )
 
 
@@ -213,7 +213,7 @@ def _shows_all_before(mask_function: Callable) -> bool:
 def _is_causal_in_chunk(
     mask_function: Callable, tokens: int, offset: int | torch.Tensor, options: dict[str, Any]
 ) -> bool:
-    """Whether every token of a chunk attends to all before it, and, behind stored tokens, to no later one. options: of
+    """Whether every token of a chunk attends to all before it, and, after stored tokens, to no later one. options: of
     `sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 

@@ -1,5 +1,5 @@
 """Positions that a model keeps in its modules instead of in its cache: `rope_deltas` of Qwen-VL and its relatives, the distance
-between a token's place in the text and its position behind images.
+between a token's place in the text and its position after images.
 
 The model has those of the text that it read last. A cache remembers those of its own text, so that they can be copied,
 saved, and given back to the model before the text goes on.

@@ -46,8 +46,10 @@ def watch_ranks(group: Any) -> None:
 
 
 class Heartbeat:
-    """Args:
-    store: of the process group. prefix: of its keys. own, others: ranks.
+    """Counts up for one rank, and watches the counts of others.
+
+    Args:
+        store: of the process group. prefix: of its keys. own, others: ranks.
     """
 
     def __init__(self, store: Any, prefix: str, own: int, others: list[int]):

@@ -104,7 +104,7 @@ class KeptCaches:
     @contextlib.contextmanager
     def given_back(self, lent: LowBitCache | None = None) -> Iterator[None]:
         """A call, with this cache. If it fails or is interrupted, the cache is free, although a traceback may still refer
-        to it. A cache that the call made is dropped then. If memory ran out, all caches that nobody holds are."""
+        to it. A cache that the call made is dropped then. If memory ran out, all caches without a holder are."""
         try:
             yield
         except BaseException as error:

@@ -73,7 +73,7 @@ def test_text_without_an_image(way):
 
 
 def _second_turn(model, cache, with_image):
-    """A prompt with an image, and a turn of text behind it, or of text and an image."""
+    """A prompt with an image, and a turn of text after it, or of text and an image."""
     prompt, name = prompt_with_image(model), as_argument(cache)
     inputs = {"input_ids": prompt.ids, "attention_mask": torch.ones_like(prompt.ids), **prompt.image}
     first = model.generate(**inputs, **name, max_new_tokens=4, **OPTIONS).sequences

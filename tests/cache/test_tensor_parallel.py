@@ -87,7 +87,7 @@ def recorded(model, rank: int) -> dict:
         call("changed on one rank")
         if rank == 1:
             patch.setattr(FakeGraph, "capture", _fails)
-        model.model.layers[0].other_note = "recorded anew"
+        model.model.layers[0].other_note = "recorded again"
         call("fails on one rank")
         lb.release(model)
     return found

@@ -137,7 +137,7 @@ def test_covariances_and_steps_are_weighed():
                     total += weight
     want = ALIKE * alike + (1 - ALIKE) * weighted
     matrix, center = calibrator.fit(None, 0)
-    assert torch.equal(center, plain.fit(None, 0)[1])  # centers are not weighed
+    assert torch.equal(center, plain.fit(None, 0)[1])  # centers are not weighted
     mapped = matrix.double().mT @ want @ matrix.double()
     apart = mapped - torch.diag_embed(mapped.diagonal(dim1=-2, dim2=-1))
     assert float(apart.norm() / mapped.norm()) < 2e-3
@@ -152,7 +152,7 @@ def test_covariances_and_steps_are_weighed():
     on_large[:, 0] = 1
     _, step = static.fit(pages, 0)
     center, step_weighted = static.fit(pages, 0, on_large)
-    assert torch.equal(center, static.fit(pages, 0)[0])  # centers are not weighed
+    assert torch.equal(center, static.fit(pages, 0)[0])  # centers are not weighted
     assert float((step_weighted / step)[:, :40].mean()) > 1.2
 
 

@@ -36,7 +36,7 @@ def sentences(page: Path) -> str:
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands in backticks, also over the end of a line."""
+    """Text in backticks, also over the end of a line."""
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", sentences(page))]
 
 

@@ -10,7 +10,7 @@ struct ProjectArgs {
   u8 *q_out, *k_out, *v_out;         // contiguous
   const float *q_matrix, *k_matrix;  // KV head h's begins at h * matrix_h; its rows are channels as the model made them
   const float* k_center;             // what keys lose first; KV head h's begins at h * matrix_h; null: nothing
-  float* lacking;                    // receives the products of queries with the center; null: nobody needs them
+  float* lacking;                    // receives the products of queries with the center; null: they are not needed
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;  // strides in elements; of channels: 1
   i64 matrix_h;
   int batch, q_heads, heads, tokens;

@@ -108,7 +108,7 @@ class AnswerStreamer(DirectStreamer):
         return "length" if length else "stop"
 
     def put(self, value: Any) -> None:
-        """The next token, or the prompt. Tokens behind a stop text are neither shown nor counted."""
+        """The next token, or the prompt. Tokens after a stop text are neither shown nor counted."""
         if not self._stop.reached:
             super().put(value)
             if self._stop.reached:
