@@ -45,7 +45,7 @@ class PageGrid(NamedTuple):
         return torch.where((behind >= 0) & (count >= LEAST_QUERIES), count, 0)
 
     def why_not(self, length: int) -> str | None:
-        """The reason why windows of `length` tokens cannot be weighed, or `None` if they can."""
+        """The reason why windows of `length` tokens cannot be weighted, or `None` if they can."""
         if length < LEAST_LENGTH:
             return f"windows of {length} tokens are shorter than {LEAST_LENGTH}"
         if not bool(self.queries(length).any()):

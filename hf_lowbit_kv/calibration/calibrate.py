@@ -60,7 +60,7 @@ def calibrate(
             further windows: 8 on a CPU or 32 on a GPU, of 1024 tokens; fewer and shorter ones if `samples` and `length`
             ask for that (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
         attention: whether to compute attention for presets that weigh tokens by it (`eigen-*`). Windows of fewer than
-            1024 tokens are not weighed, and a warning says so.
+            1024 tokens are not weighted, and a warning says so.
         offload: save GPU memory. Kept tokens are stored in CPU memory. Gradients are computed layer by layer, and each
             layer is computed twice. The calibration is the same up to rounding and takes somewhat longer.
         text_names: names of the texts, for the file and its card. The card rejects figures that were measured on these
@@ -97,7 +97,7 @@ def calibrate(
     sampling = plan.choose(len(windows.windows), length, seed)
     plan.check(sampling, device)
     kept = KeptPages(plan, sampling, torch.device("cpu") if offload else None)
-    grids = plan.weighed(length) if attention else []
+    grids = plan.weighted(length) if attention else []
     say(announcement(tokens, windows, extra), progress)
     tensors: dict[str, torch.Tensor] = {}
     with steps_shown(progress) as shown:

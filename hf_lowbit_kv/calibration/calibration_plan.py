@@ -117,8 +117,8 @@ class CalibrationPlan:
         }
         return {size: numbers for size, numbers in sides.items() if numbers}
 
-    def weighed(self, length: int) -> list[PageGrid]:
-        """The page grids for which tokens are weighed by attention, for calibrators that want weights. Warns if windows
+    def weighted(self, length: int) -> list[PageGrid]:
+        """The page grids for which tokens are weighted by attention, for calibrators that want weights. Warns if windows
         of `length` tokens are too short."""
         wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
         grids: list[PageGrid] = []
@@ -128,7 +128,7 @@ class CalibrationPlan:
             if (reason := job.grid.why_not(length)) is None:
                 grids.append(job.grid)
             else:
-                warnings.warn(f"tokens are not weighed by the attention that they get: {reason}", stacklevel=3)
+                warnings.warn(f"tokens are not weighted by the attention that they get: {reason}", stacklevel=3)
         return grids
 
     def choose(self, windows: int, length: int, seed: int) -> Sampling:

@@ -46,9 +46,9 @@ class Calibrator(ABC):
 
     @property
     def attention(self) -> bool:
-        """Whether this calibrator wants tokens weighed by attention (`attention_weights`). `observe` gets weights only
+        """Whether this calibrator wants tokens weighted by attention (`attention_weights`). `observe` gets weights only
         for keys."""
-        return self.part.weighed
+        return self.part.weighted
 
     @property
     def pages(self) -> int:
@@ -95,7 +95,7 @@ FACTORS = tuple(0.6 + i / 15 for i in range(13))
 TOKENS = 128 * 128
 SMALLEST = 1e-6
 FP16_MAX = 65504.0
-#: share of the statistics in which all tokens count the same; in the rest they are weighed by attention
+#: share of the statistics in which all tokens count the same; in the rest they are weighted by attention
 ALIKE = 0.4
 
 
@@ -164,11 +164,11 @@ class StaticCalibrator(Calibrator):
     """Centers and steps of each channel.
 
     Centers are means. Steps are fitted to tokens minus the mean of their page. For each channel the best of 13
-    multiples of the Gaussian step is chosen, by the weighed error. With token scales the step is the Gaussian step for
+    multiples of the Gaussian step is chosen, by the weighted error. With token scales the step is the Gaussian step for
     tokens of typical size.
 
     If pages have no means, a KV head's center is the mean or 0. Tokens with the most attention often have small values.
-    Around 0 these values get small token scales, but around a mean they do not. So the weighed error decides between
+    Around 0 these values get small token scales, but around a mean they do not. So the weighted error decides between
     the two, because an error of a value counts as much as the squared attention. Without weights the center is 0,
     unless the mean halves the error. This happens if values have large biases.
     """
@@ -194,7 +194,7 @@ class StaticCalibrator(Calibrator):
     def _error(
         self, pages: torch.Tensor, center: torch.Tensor, step: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """The weighed squared error of each KV head's pages, `[H]`."""
+        """The weighted squared error of each KV head's pages, `[H]`."""
         parameters, x = (center.float(), step), pages.transpose(0, 1)
         arrays = self.part.encode_arrays(x, parameters)
         lost = (self.part.decode_arrays(arrays, self.head_dim, parameters) - x).square().sum(-1).transpose(0, 1)

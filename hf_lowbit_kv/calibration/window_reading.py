@@ -49,7 +49,7 @@ def read_windows(
     Args:
         windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
         see: gets the keys and values of each layer for each window.
-        grids: page grids for which tokens are weighed. Without grids `see` gets no weights, and the keys and values of
+        grids: page grids for which tokens are weighted. Without grids `see` gets no weights, and the keys and values of
             all layers. With grids it gets those of packed layers only.
 
     Raises:
@@ -80,8 +80,8 @@ def _watching(
             continue
         if layer.spec.reading.name != "separate":
             raise ValueError(
-                f"layer {index} stores a {layer.spec.reading.name} in place of keys and values, whose attention is not "
-                "weighed: attention=False (--no-attention) does without"
+                f"layer {index} stores a {layer.spec.reading.name}, and attention weights are computed of keys and values "
+                "only: pass attention=False (--no-attention)"
             )
         step = functools.partial(_step, functools.partial(see, index), grids)
         layer.step = step  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ OF_A_RUN = {
     "seed": "seed",
     "mix": "share of unweighed tokens",
     "gradients": "gradients",
-    "attention": "weighed by attention",
+    "attention": "weighted by attention",
     "versions": "versions",
 }
 #: fields of a measured preset -> their headings on the card

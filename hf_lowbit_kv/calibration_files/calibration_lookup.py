@@ -245,7 +245,7 @@ def _without_attention(calibration: Calibration, specs: Mapping[int, Any]) -> st
         for side, role in (("keys", "key"), ("values", "value")):
             transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
             for part, names in ((transform, ()), (fmt, (fmt.calibrated.name,))):
-                wanted = part.parameter_kinds if part.weighed else ()
+                wanted = part.parameter_kinds if part.weighted else ()
                 names = ("layers", str(layer), side, transform.name, *names)
                 if any(".".join((*names, name)) not in counted for name, _ in wanted):
                     return "calibrated without attention"

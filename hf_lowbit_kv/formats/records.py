@@ -78,7 +78,7 @@ class Parametrized:
     """
 
     #: whether its calibration counts tokens by the attention that they get
-    weighed: ClassVar[bool] = False
+    weighted: ClassVar[bool] = False
 
     def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:
         """The tensors that calibration supplies for a layer with `num_kv_heads` heads."""

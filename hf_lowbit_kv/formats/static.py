@@ -205,7 +205,7 @@ class Static(Format):
     see `fragment`.
     """
 
-    weighed: ClassVar[bool] = True
+    weighted: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("planar-1", *fragment.LAYOUTS)
     grammar: ClassVar[str] = "'static-<bits of each group of channels>[-tn]'"
 

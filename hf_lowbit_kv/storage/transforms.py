@@ -278,7 +278,7 @@ class Eigen(Matrix):
     Parameters: `matrix`, as in `Matrix`, and `center`, float32 `[H, head_dim]`.
     """
 
-    weighed: ClassVar[bool] = True
+    weighted: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -176,7 +176,7 @@ def test_without_a_gpu(monkeypatch):
         ("eigen-2", {"reading", "gradients", "fitting"}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:tokens are not weighed:UserWarning")  # windows are short here
+@pytest.mark.filterwarnings("ignore:tokens are not weighted:UserWarning")  # windows are short here
 def test_calibration_is_timed(preset, parts, tmp_path):
     from hf_lowbit_kv.eval.benchmarks import bench_calibrate
 

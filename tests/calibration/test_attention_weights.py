@@ -164,25 +164,25 @@ def test_short_windows_are_not_weighed_and_say_so():
 
     options = {"samples": 2, "gradients": False, "progress": False}
     with pytest.warns(
-        UserWarning, match="not weighed by the attention .*: windows of 1000 tokens are shorter than 1024"
+        UserWarning, match="not weighted by the attention .*: windows of 1000 tokens are shorter than 1024"
     ):
         short = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1000, **options)
     assert short.source[0]["attention"] is False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weighed = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1024, **options)
+        weighted = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1024, **options)
         without = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1024, attention=False, **options)
         lb.calibrate(model, tokenizer, [text], "vecinfer-2", length=512, **(options | {"samples": 16}))
-    assert weighed.source[0]["attention"] is True
+    assert weighted.source[0]["attention"] is True
     assert without.source[0]["attention"] is False
-    for name, tensor in weighed.tensors.items():
+    for name, tensor in weighted.tensors.items():
         other = without.tensors[name]
         if "keys" in name:  # but for the mean of all keys
             assert torch.equal(tensor, other) == name.endswith("eigen.center"), name
             continue
         # attention tells which center of values loses less, none or their mean; all else of a head follows from its center
         center = f"{name.rpartition('.')[0]}.center"
-        same = [torch.equal(x, y) for x, y in zip(weighed.tensors[center], without.tensors[center], strict=True)]
+        same = [torch.equal(x, y) for x, y in zip(weighted.tensors[center], without.tensors[center], strict=True)]
         for head, equal in enumerate(same):
             assert torch.equal(tensor[head], other[head]) == equal, (name, head)
 

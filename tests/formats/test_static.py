@@ -162,7 +162,7 @@ def test_values_have_scales_and_keys_have_means():
 
 
 def test_centers_of_values():
-    """A head whose weighed tokens are small wants 0; one whose tokens lie far from 0 wants their mean."""
+    """A head whose weighted tokens are small wants 0; one whose tokens lie far from 0 wants their mean."""
     fmt, head_dim = Static("2", True), 64
     pages = torch.randn(3, 8, PAGE, head_dim)
     weights = torch.zeros(3, 8, PAGE)

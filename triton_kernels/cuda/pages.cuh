@@ -14,8 +14,8 @@ struct Work {
 };
 
 // A unit is two pieces. Each piece has its own slot in the warp's shared memory, and the loop over units is written out for both pieces,
-// so the compiler knows every address. Copies run ahead of the computation. While piece 0 of a unit is weighed, keys 0 of the next unit
-// and values 1 of this unit are copied. While piece 1 is weighed, keys 1 and values 0 of the next unit are copied.
+// so the compiler knows every address. Copies run ahead of the computation. While piece 0 of a unit is computed, keys 0 of the next unit
+// and values 1 of this unit are copied. While piece 1 is computed, keys 1 and values 0 of the next unit are copied.
 struct Pages {
   static constexpr int KEYS[2] = {0, Keys::SLOT + 2 * Values::SLOT},
                        VALUES[2] = {Keys::SLOT, Keys::SLOT + Values::SLOT};  // places of pieces
