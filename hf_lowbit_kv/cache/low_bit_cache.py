@@ -264,6 +264,10 @@ class LowBitCache(Cache, PushToHubMixin):
             # transformers asks for these sizes before it runs a compiled or recorded step
             for layer in self.packed_layers:
                 layer.refresh()
+            if query_length > 1 and self._first_counting_index:
+                self._look_at_model(
+                    query_length
+                )  # recurrent layers in front have read the tokens by the time of `update`
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(offset, Seen):
             offset.cache = self

@@ -147,6 +147,24 @@ def test_the_same_adapter_goes_on(adapted):
     assert torch.equal(plain(adapted, longer, cache), inner.generate(longer, max_new_tokens=6, **GREEDY))
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_recurrent_layers_have_read_nothing_of_a_refused_prompt(family):
+    """They come before the first layer that stores tokens, and the conversation goes on under the first adapter."""
+    peft = pytest.importorskip("peft")
+    inner = copy.deepcopy(tiny_models(family)[0])
+    config = peft.LoraConfig(target_modules=["k_proj", "in_proj", "in_proj_qkvz"], init_lora_weights=False)
+    model = peft.get_peft_model(inner, config, adapter_name="one").eval()
+    model.add_adapter("two", config)
+    cache = lb.from_preset("dense", inner, **SMALL_PAGES)
+    longer = torch.cat([plain(model, ids_of(80), cache), ids_of(30, 1)], dim=1)
+    model.set_adapter("two")
+    with pytest.raises(ValueError, match=OTHER):
+        plain(model, longer, cache)
+    model.set_adapter("one")
+    assert torch.equal(plain(model, longer, cache), inner.generate(longer, max_new_tokens=6, **GREEDY))
+    lb.release(inner)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_chat_reads_its_text_again_under_another_adapter(family):
     """Gemma 3 has sliding layers, which cannot be cropped."""

@@ -1,16 +1,19 @@
 """Random conversations of a batch on one cache, compared with a fresh reading of the whole text in transformers' own attention.
 
 Turns are ragged, end early in some rows, and hide what they like; between turns rows are cropped, forked, reordered, saved and
-restored. What a cache refuses by its documentation is tried too, and must change nothing.
+restored, and the model gets another LoRA adapter. What a cache refuses by its documentation is tried too, and must change
+nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from pathlib import Path
 
 import mla_cases
+import peft
 import pytest
 import torch
 from cases import tiny_models
@@ -30,6 +33,12 @@ MOST_TOKENS = 420
 TURNS = 5
 #: logits may differ by this
 CLOSE = {"rtol": 2e-3, "atol": 5e-3}
+OTHER_MODEL = "computed by another model"
+#: linear layers that get adapters: those of attention and of recurrent layers
+ADAPTED = [
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("in_proj", "in_proj_qkvz", "in_proj_ba", "out_proj"),
+]
 
 
 @functools.cache
@@ -38,6 +47,18 @@ def models(family: str):
     if family == "deepseek_v3":
         return mla_cases.tiny_models(family, num_hidden_layers=2, **mla_cases.DENSE_MLP)
     return tiny_models(family)
+
+
+@functools.cache
+def adapted_models(family: str):
+    """Copies of both with the LoRA adapters `one` and `two`, the same in both."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=ADAPTED, init_lora_weights=False)
+    both = [peft.get_peft_model(copy.deepcopy(model), config, "one").eval() for model in models(family)]
+    for model in both:
+        model.add_adapter("two", config)
+    both[1].load_state_dict(both[0].state_dict())
+    return both
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
@@ -54,7 +75,12 @@ class Conversation:
     def __init__(self, family: str, seed: str, folder: Path):
         self.family, self.folder, self.draw = family, folder, random.Random(seed)
         self.gen = torch.Generator().manual_seed(self.draw.getrandbits(60))
-        self.ours, self.theirs = models(family)
+        self.adapted = adapted_models(family) if self.draw.random() < 0.5 else None
+        self.ours, self.theirs = [x.base_model.model for x in self.adapted] if self.adapted else models(family)
+        #: the adapter that is active, and the one under which the cache was filled
+        self.adapter = self.filled_under = None
+        if self.adapted:
+            self.use("one")
         self.rows = self.draw.randint(1, 4)
         self.ids = torch.zeros(self.rows, 0, dtype=torch.long)
         self.mask = torch.zeros(self.rows, 0, dtype=torch.long)
@@ -84,7 +110,7 @@ class Conversation:
                     getattr(self, self.draw.choice(BETWEEN))()
             self.turn()
         if self.left is not None:
-            self.ids, self.mask, self.cache = self.left
+            self.ids, self.mask, self.cache, self.filled_under = self.left
             self.turn()
 
     # ---- a turn ---------------------------------------------------------------------------------------------------
@@ -98,6 +124,7 @@ class Conversation:
         self.hide()
         self.ids = torch.cat([self.ids, torch.randint(3, 160, (self.rows, new), generator=self.gen)], 1)
         self.mask = torch.cat([self.mask, self.new_columns(new)], 1)
+        self.go_on_or_start_again()
         self.try_bad_masks()
         ways = [self.passes, self.generate, *([self.lb_generate] if self.preallocated else [])]
         logits = self.draw.choice(ways)(answer)
@@ -144,6 +171,20 @@ class Conversation:
             self.read(self.ids.shape[1], bad)
         self.refusals += 1
         assert self.seen == seen
+
+    def go_on_or_start_again(self) -> None:
+        """A cache that another adapter filled refuses. The model gets that adapter again, or the text is read again."""
+        if self.seen and self.adapter != self.filled_under:
+            seen = self.seen
+            with pytest.raises(ValueError, match=OTHER_MODEL):
+                self.read(self.ids.shape[1])
+            self.refusals += 1
+            assert self.seen == seen
+            if self.draw.random() < 0.5:
+                self.use(self.filled_under)
+            else:
+                self.cache.reset()
+        self.filled_under = self.adapter
 
     def stored(self) -> torch.Tensor | None:
         """bool `[B, seen]`: which positions are stored, as the cache knows it; `None`: nothing is."""
@@ -232,9 +273,14 @@ class Conversation:
         new = self.cache.fork()[0]
         self.cache, other = (self.cache, new) if self.draw.random() < 0.5 else (new, self.cache)
         if self.left is None:
-            self.left = self.ids, self.mask, other
+            self.left = self.ids, self.mask, other, self.filled_under
 
     def reopen(self) -> None:
+        if self.seen and self.adapter != self.filled_under:
+            with pytest.raises(ValueError, match=OTHER_MODEL):
+                self.cache.save_pretrained(self.folder)
+            self.refusals += 1
+            return
         self.cache.save_pretrained(self.folder)
         capacity = self.draw.choice((None, MOST_TOKENS))
         self.cache = lb.LowBitCache.from_pretrained(self.folder, self.ours, max_cache_len=capacity)
@@ -244,6 +290,15 @@ class Conversation:
         self.cache.reorder_cache(rows)
         self.ids, self.mask = self.ids[rows], self.mask[rows]
 
+    def switch_adapter(self) -> None:
+        if self.adapted:
+            self.use("two" if self.adapter == "one" else "one")
+
+    def use(self, adapter: str) -> None:
+        for model in self.adapted:
+            model.set_adapter(adapter)
+        self.adapter = adapter
+
 
 #: names of methods that change the cache between turns
-BETWEEN = ("crop", "fork", "reopen", "reorder")
+BETWEEN = ("crop", "fork", "reopen", "reorder", "switch_adapter")
