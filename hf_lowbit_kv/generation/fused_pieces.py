@@ -98,6 +98,11 @@ class Piece:
         """The result by a kernel. Raises `NotFusedError` for arguments that it does not take."""
         raise NotImplementedError
 
+    def kernels(self, way: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the kernels of `fused` and none of the model's modules. A module of a model on several processes waits for
+        all of them, so threads that compile ahead must not run one."""
+        return self.fused(way, *args, **kwargs)
+
     def compared(self, way: str, out: Any, *args: Any) -> Iterator[Comparison]:
         """The results that are compared before the kernel is used: the kernel's, the model's, and the exact one in
         float64. out: what `plain` returned for these arguments."""
@@ -239,14 +244,14 @@ class Gate(Piece):
         return own_forward(self.module)(x)
 
     def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
-        return self.module.down_proj(self._gated(way, x))
+        return self.module.down_proj(self.kernels(way, x))
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
         if len(self.ways) == 1:
             return None
         return (local(self.module.gate_proj.weight).new_zeros(rows, 1, self.module.gate_proj.in_features),)
 
-    def _gated(self, way: str, x: torch.Tensor) -> torch.Tensor:
+    def kernels(self, way: str, x: torch.Tensor) -> torch.Tensor:
         check_kernels(x.device)
         if way == "gate":
             from ..triton_kernels.fused_gate import gated
@@ -270,7 +275,7 @@ class Gate(Piece):
             wide = gate.double(), up.double()
         else:
             wide = tuple(_wide_product(x, self.module.get_submodule(name)) for name in GATED)  # type: ignore[assignment]
-        yield self._gated(way, x), plain, ACTIVATIONS[self.activation](wide[0]) * wide[1]
+        yield self.kernels(way, x), plain, ACTIVATIONS[self.activation](wide[0]) * wide[1]
 
 
 #: children of a gate whose products are separate

@@ -165,7 +165,7 @@ def compile_ahead(model: Any, rows: int) -> None:
 
     def compiled(piece: Piece, arguments: tuple[torch.Tensor, ...]) -> None:
         with contextlib.suppress(Exception), torch.no_grad():
-            piece.fused(piece.ways[0], *arguments)
+            piece.kernels(piece.ways[0], *arguments)
 
     def work() -> None:
         from ..triton_kernels.common import interpreted

@@ -242,15 +242,26 @@ def test_small_products_of_one_input_that_changes():
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("rows", [1, 3])
-def test_small_kernels_compile_ahead(model, rows):
-    """One launch of each kernel, in threads of their own, once."""
-    before = dict(common.launches)
+def test_small_kernels_compile_ahead(model, rows, monkeypatch):
+    """One launch of each kernel, in threads of their own, once. No module of the model runs there, because one of a model
+    on several processes would wait for the others."""
+    before, linear = dict(common.launches), torch.nn.Linear.forward
+    here, called = threading.current_thread(), []
+
+    def forward(module, x):
+        if threading.current_thread() is not here and module in set(model.modules()):
+            called.append(module)
+        return linear(module, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
     for _ in range(2):
         fusing.compile_ahead(model, rows)
         for thread in fusing._ahead.get(model, []):
             thread.join()
     names = ("rms_norm_kernel", "rotary_kernel", "products_kernel", "gated_product_kernel")
     assert [common.launches.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1, 1]
+    assert called == []
+    monkeypatch.undo()
     assert Behind(model).settled().report() == FOUND["llama"]
     assert model not in fusing._ahead
 
