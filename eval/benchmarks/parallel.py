@@ -34,8 +34,17 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import (
+    RESULTS,
+    append_record,
+    device_name,
+    provenance,
+    results_path,
+    run_command,
+    wide_console,
+)
 from hf_lowbit_kv.generation import recording
 
 PRESETS = ("dense", "int8", "kivi-4-sink", "kivi-2", "eigen-2")
@@ -323,6 +332,33 @@ def table(rows: list[dict[str, Any]]) -> Table:
             texts,
         )
     return shown
+
+
+def page_table(folder: Path = RESULTS) -> str:
+    """The table of `docs/several-gpus.md`: recorded steps on one GPU and on two, from the newest records in which both
+    ran on the same kind of GPU."""
+    newest: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for path in sorted(folder.glob("parallel-*.jsonl")):
+        for record in current_records(path):
+            if record["mode"] == "recorded":
+                key = (*(record[name] for name in ("gpu", "shape", "layers", "preset", "batch", "tokens")),)
+                newest.setdefault(key, {})[record["ranks"]] = record
+    rows = []
+    for (gpu, shape, layers, preset, batch, tokens), by_ranks in newest.items():
+        if {1, 2} <= by_ranks.keys():
+            one, two = by_ranks[1], by_ranks[2]
+            rows.append(
+                [
+                    f"{gpu}: {shape}, {layers} layers, `{preset}`",
+                    f"{batch} x {tokens // 1024}k",
+                    f"{one['step_ms']:.2f}",
+                    f"{two['step_ms']:.2f}",
+                    *(f"{max(two[name]) / max(one[name]):.2f}" for name in ("nbytes", "peak_bytes")),
+                    f"**{two['step_ms'] / one['step_ms']:.2f}**",
+                ]
+            )
+    head = ["GPU, shape, cache", "rows x tokens", "one GPU: ms", "two: ms", "cache of a GPU", "peak of a GPU", "time"]
+    return markdown_table(head, rows)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from hf_lowbit_kv.eval.benchmarks import (
     measure,
     measure_baselines,
     paper_table,
+    parallel,
     weights_table,
 )
 from hf_lowbit_kv.eval.benchmarks.baseline_formats import BITS
@@ -51,6 +52,7 @@ PAGES = (
     "docs/dev/batch.md",
     "docs/protocols.md",
     "docs/quantized-weights.md",
+    "docs/several-gpus.md",
     "README.md",
 )
 PICTURE = "docs/pareto.png"
@@ -316,6 +318,7 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "baselines": baselines_table,
     "front": lambda rows: front_page.front_table(),
     "models": lambda rows: front_page.models_table(),
+    "parallel": lambda rows: parallel.page_table(),
     "own-rows": lambda rows: bench_batch.rows_table(),
     "protocols": lambda rows: paper_table.paper_table(),
     "weights-accuracy": lambda rows: weights_table.accuracy_table(),
