@@ -1,5 +1,5 @@
-"""README's table and picture: cache sizes of one known model, and how often the next token of a measured model is the
-same as in 16 bits. Also the table of that model in docs/results.md."""
+"""README's table and picture of one model: size of the cache, loss, tasks, speed. Also the table of that model in
+docs/results.md."""
 
 from __future__ import annotations
 
@@ -10,21 +10,40 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import AutoConfig
+
 from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path
 from hf_lowbit_kv.planning.fits import FULL, GB, fits
 from hf_lowbit_kv.presets import DEFAULT_PRESET
 
-#: the example at the top of README
-MODEL, CONTEXT, MEMORY = "Qwen/Qwen3-8B", 65536, "24GB"
+#: the measured model: name in the table and in the picture, name in the records (`model_accuracy.py`), and the
+#: configuration that determines the size of its cache
+SHORT_NAME = "Qwen2.5-Coder-1.5B"
+MEASURED = f"{SHORT_NAME}-Instruct, Q4_K_M weights"
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+#: tokens of the cache: the model's whole context
+CONTEXT = 32768
 #: presets that may be shown, without and with calibration. A preset is left out if another of its group has a smaller
-#: cache and more equal tokens
+#: cache and a smaller KL
 PLAIN = ("int8", "int6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
 CALIBRATED = ("eigen-4", "eigen-3", "eigen-2")
+#: shape of the decode steps whose speed is shown
 SHAPE = "gqa_b8_32k"
-#: the measured model of README, and its records (`model_accuracy.py`)
-MEASURED = "Qwen2.5-Coder-1.5B-Instruct, Q4_K_M weights"
 MODELS = results_path("accuracy", "models")
+TASKS = results_path("tasks", "models")
+#: number of items of HumanEval; records of fewer do not count
+HUMANEVAL = 164
 PICTURE = "docs/front.png"
 
 
@@ -32,7 +51,7 @@ class Point(NamedTuple):
     preset: str
     bits: float
     cache_gb: float
-    """size of a preallocated cache for `CONTEXT` tokens of `MODEL`"""
+    """size of a preallocated cache for `CONTEXT` tokens of the measured model"""
     top1: float
     """share of positions at which the most likely token of `MEASURED` is the same, mean of four texts of 4096 tokens"""
     kl: float
@@ -46,7 +65,8 @@ def _cache_gb() -> Mapping[str, float]:
     from hf_lowbit_kv.presets import preset_names
 
     names = [name for name in (*PLAIN, *CALIBRATED) if name in preset_names()]
-    return {fit.preset: fit.cache / GB for fit in fits(MODEL, CONTEXT, MEMORY, presets=names)}
+    config = AutoConfig.for_model(**CONFIG, dtype="bfloat16")
+    return {fit.preset: fit.cache / GB for fit in fits(config, CONTEXT, "24GB", presets=names)}
 
 
 def _speeds(path: Path) -> dict[str, float]:
@@ -129,45 +149,67 @@ def models_table() -> str:
     return markdown_table(head, rows)
 
 
-def front_table() -> str:
-    """README's table: presets without calibration, then those with one."""
-    head = (
+def humaneval(path: Path = TASKS) -> dict[str, int]:
+    """For each preset, how many of `HUMANEVAL` items its newest record solved."""
+    return {
+        record["preset"]: record["solved"]
+        for record in current_records(path)
+        if (record["task"], record["items"]) == ("humaneval", HUMANEVAL) and record["model"].startswith(SHORT_NAME)
+    }
+
+
+def front_table(tasks: Path = TASKS) -> str:
+    """README's table: presets without calibration, then those with one. HumanEval has a column if it has records."""
+    solved = humaneval(tasks)
+    columns = [
         "preset",
         "calibrated",
-        f"cache of {CONTEXT // 1024}k tokens, {MODEL.split('/')[1]}, GB",
-        "KL from 16 bits, Qwen2.5-Coder-1.5B",
-        "same next token",
-        "attention, times faster, 8B shape",
-    )
-    full = ["16 bits", "", f"{_cache_gb()[FULL]:.1f}", f"{mean(accuracy(4096)['dense'], 'kl'):.4f}", "", "1.0"]
-    body = [
-        [
-            f"**`{point.preset}`**" if point.preset == DEFAULT_PRESET else f"`{point.preset}`",
-            calibrated,
-            f"{point.cache_gb:.1f}",
-            f"{point.kl:.4f}",
-            f"{100 * point.top1:.1f} %",
-            "" if point.speed is None else f"{point.speed:.1f}",
-        ]
-        for group, calibrated in ((PLAIN, "no"), (CALIBRATED, "yes"))
-        for point in front_points(group)
+        f"cache of {CONTEXT:,} tokens, GB",
+        "KL from 16 bits",
+        f"HumanEval, of {HUMANEVAL}",
+        "attention, times faster",
     ]
-    return markdown_table(head, [full, *body])
+    body = [
+        ["16 bits", "", f"{_cache_gb()[FULL]:.3f}", f"{mean(accuracy(4096)['dense'], 'kl'):.4f}", "dense", "1.0"],
+        *(
+            [
+                f"**`{point.preset}`**" if point.preset == DEFAULT_PRESET else f"`{point.preset}`",
+                calibrated,
+                f"{point.cache_gb:.3f}",
+                f"{point.kl:.4f}",
+                point.preset,
+                "" if point.speed is None else f"{point.speed:.1f}",
+            ]
+            for group, calibrated in ((PLAIN, "no"), (CALIBRATED, "yes"))
+            for point in front_points(group)
+        ),
+    ]
+    for row in body:
+        row[4] = str(solved.get(row[4], ""))
+    if not solved:
+        for row in (columns, *body):
+            del row[4]
+    return markdown_table(columns, body)
+
+
+def _full_point() -> tuple[float, float]:
+    """The 16-bit cache: GB, and the share of equal next tokens. Rounding of bfloat16 keeps it below 1."""
+    return _cache_gb()[FULL], mean(accuracy(4096)["dense"], "top1")
 
 
 def digest() -> str:
     """A hash of the figures in the picture. The picture's metadata contain it."""
     shown = [list(point[:5]) for group in (PLAIN, CALIBRATED) for point in front_points(group)]
-    return hashlib.sha256(json.dumps([shown, _cache_gb()[FULL]]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([shown, _full_point()]).encode()).hexdigest()
 
 
 def draw(path: Path) -> None:
     """Draw the picture: the share of equal next tokens over the GB of the cache."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
-    for group, colour, label in ((PLAIN, "C0", "no calibration"), (CALIBRATED, "C1", "calibrated")):
+    for group, colour, label in ((PLAIN, "C0", "no calibration"), (CALIBRATED, "C1", "calibrated once")):
         points = front_points(group)
         axes.plot(
             [point.cache_gb for point in points],
@@ -189,24 +231,25 @@ def draw(path: Path) -> None:
                 weight="bold" if default else "normal",
                 color=colour,
             )
-    axes.margins(y=0.12)
-    full = _cache_gb()[FULL]
-    axes.axvline(full, color="0.4", linestyle="--")
+    full, same = _full_point()
+    axes.plot([full], [100 * same], "s", color="0.3")
     axes.annotate(
-        f"16 bits: {full:.1f} GB",
-        (full, axes.get_ylim()[0]),
-        xytext=(-6, 8),
+        f"16 bits: {full:.2f} GB",
+        (full, 100 * same),
+        xytext=(0, -15),
         textcoords="offset points",
-        ha="right",
+        ha="center",
         color="0.3",
         fontsize=9,
     )
     axes.set(
-        xlabel=f"GB of cache, {MODEL.split('/')[1]} with {CONTEXT // 1024}k tokens",
-        ylabel="same next token, %, Qwen2.5-Coder-1.5B",
+        title=SHORT_NAME,
+        xlabel=f"KV cache of {CONTEXT:,} tokens (GB)",
+        ylabel="same next token as in 16 bits (%)",
     )
-    axes.set_xlim(0, full * 1.06)
+    axes.margins(y=0.12)
+    axes.set_xlim(0, full * 1.12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(0.9, 0.12))
+    axes.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=120, metadata={"Description": digest()})

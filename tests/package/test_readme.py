@@ -6,42 +6,39 @@ import re
 from pathlib import Path
 
 import pytest
-import transformers
-from cases import tiny_models
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny_hub import TinyHub
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.benchmarks import front_page
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
-from hf_lowbit_kv.eval.provenance import RESULTS
+from hf_lowbit_kv.eval.local_models import MissingPackageError
+from hf_lowbit_kv.eval.provenance import RESULTS, append_record
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def tokenizer():
-    """Words are numbers."""
-    plain = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="7"))
-    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="0")
-
-
-def test_the_code_runs(monkeypatch, capsys, tokenizer):
-    """As it stands, with a tiny model in place of the one from the hub."""
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-
-    def from_pretrained(name, dtype):
-        return tiny_models("llama")[1]
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+def test_the_code_runs_and_prints_the_table_of_the_page(tmp_path, monkeypatch, capsys):
+    """Unchanged, with a tiny model under the name of the real one."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        TinyHub(tmp_path / "hub").link(TEXT, tmp_path)
+    except MissingPackageError as error:
+        pytest.skip(str(error))
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (table,) = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
     names = {}
     exec(compile(code, "README.md", "exec"), names)
-    assert capsys.readouterr().out.count(" ") > 60  # the text
-    output = names["model"].generate(**names["inputs"], max_new_tokens=2, return_dict_in_generate=True)
+    printed = capsys.readouterr().out
+    assert "Put a long text here." in printed
+    assert [line.rstrip() for line in printed.splitlines() if line.startswith(("preset", "16-bit", "kivi"))] == (
+        table.splitlines()
+    )
+    llama = names["llama"]
+    inputs = llama.tokenizer("a b c", return_tensors="pt").to(llama.device)
+    output = llama.model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
     summary = str((output.get("cache") or output["past_key_values"]).summary())
-    lb.disable(names["model"])
+    lb.disable(llama.model)
     assert "LowBitCache kivi-4-sink" in summary
     assert "lowbit_kv (reads packed pages)" in summary
 
@@ -52,26 +49,26 @@ def test_links_lead_somewhere():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_the_step_of_the_default_stands_beside_dense_in_the_same_loop():
-    """And the figures are those of the newest record."""
-    records = [r for r in read_records(RESULTS / "generate-nvidia-h200.jsonl") if r["mode"] == "recorded"]
-    newest = {(r["cache"], r["batch"], r["tokens"]): r["step_ms"] for r in records}
-    text = " ".join(TEXT.split())
-    for rows, batch, tokens in (("1 row of 131072", 1, 131072), ("8 rows of 32768", 8, 32768)):
-        shown = re.search(rf"\| {rows} tokens \| ([\d.]+) \| ([\d.]+) \|", text)
-        assert float(shown[1]) == pytest.approx(newest["kivi-4-sink", batch, tokens], abs=0.051)
-        assert float(shown[2]) == pytest.approx(newest["dense", batch, tokens], abs=0.051)
+def test_the_decode_step_is_that_of_the_newest_records():
+    """Compressed and not compressed in the same loop, and eager transformers."""
+    newest = {
+        (r["cache"], r["mode"]): r["step_ms"]
+        for r in read_records(RESULTS / "generate-nvidia-h200.jsonl")
+        if (r["batch"], r["tokens"]) == (8, 32768)
+    }
+    sentence = r"takes ([\d.]+) ms with `kivi-4-sink`, ([\d.]+) ms without compression, and ([\d.]+) ms in eager"
+    shown = re.search(sentence, " ".join(TEXT.split()))
+    for figure, key in zip(
+        shown.groups(), [("kivi-4-sink", "recorded"), ("dense", "recorded"), ("DynamicCache", "eager")], strict=True
+    ):
+        assert float(figure) == pytest.approx(newest[key], abs=0.051)
 
 
 def test_the_first_case_is_what_fits_counts():
-    fit = {each.preset: each for each in lb.fits("Qwen/Qwen3-8B", 65536, "24GB", presets=["kivi-4-sink"])}
-    full, packed = fit["16-bit"], fit["kivi-4-sink"]
+    full, packed = lb.fits("meta-llama/Llama-3.1-8B", 131072, "24GB", presets=["kivi-4-sink"])
     assert (full.fits, packed.fits) == (False, True)
-    for figure in (f"{full.total / 1e9:.0f} GB in 16 bits", f"{full.weights / 1e9:.1f} GB of weights"):
-        assert figure in TEXT
-    assert f"{full.cache / 1e9:.1f} GB of key-value cache" in TEXT
-    assert f"the cache takes {packed.cache / 1e9:.1f} GB," in TEXT
-    assert f"everything takes {packed.total / 1e9:.1f} GB" in TEXT
+    assert f"{full.longest_context:,} tokens fit with a 16-bit cache" in TEXT
+    assert f"whole context of 131,072 tokens fits, in {packed.total / 1e9:.1f} GB" in TEXT
 
 
 def test_no_row_of_the_table_is_beaten_by_another():
@@ -85,4 +82,20 @@ def test_no_row_of_the_table_is_beaten_by_another():
 
 
 def test_it_is_short():
-    assert len(TEXT.splitlines()) <= 120
+    assert len(TEXT.splitlines()) <= 90
+
+
+def test_humaneval_has_a_column_if_it_has_records(tmp_path):
+    """Only records of the measured model and of all items count."""
+    records = tmp_path / "tasks.jsonl"
+    base = {"task": "humaneval", "model": front_page.MEASURED, "items": 164}
+    for other in ({"items": 10}, {"task": "gsm8k"}, {"model": "another"}):
+        append_record(records, base | {"preset": "int8", "solved": 7} | other)
+    assert front_page.front_table(records) == front_page.front_table(tmp_path / "none.jsonl")
+    for preset, solved in (("dense", 91), ("int8", 80), ("int8", 90)):
+        append_record(records, base | {"preset": preset, "solved": solved})
+    table = front_page.front_table(records)
+    assert "| HumanEval, of 164 |" in table
+    assert re.search(r"^\| 16 bits \|.* \| 91 \| 1.0 \|$", table, re.MULTILINE)
+    assert re.search(r"^\| `int8` \|.* \| 90 \| [\d.]+ \|$", table, re.MULTILINE)
+    assert re.search(r"^\| `int6` \|.* \|  \| [\d.]+ \|$", table, re.MULTILINE)
