@@ -40,7 +40,7 @@ from hf_lowbit_kv.eval.texts import Text, read_text
 PEERS = {"quanto-4": ("quanto", 4), "quanto-2": ("quanto", 2), "hqq-4": ("hqq", 4)}
 OUT = results_path("accuracy", "models")
 #: modules of Python's library whose code is read, none of which is calibrated on
-LIBRARY = ("tarfile", "typing", "zipfile", "_pydecimal", "difflib")
+LIBRARY = ("tarfile", "typing", "inspect", "_pydecimal", "difflib")
 #: of each text; 32,768 tokens have fewer
 MOST_CHARACTERS = 250_000
 console = wide_console()

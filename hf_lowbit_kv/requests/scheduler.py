@@ -12,6 +12,8 @@ taken one step too many, and that step's token is dropped.
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -41,6 +43,7 @@ class Sequence:
     sampler: Sampler
     criteria: list[Any]
     """stopping criteria, without those that the scheduler checks itself"""
+    stop_strings: StopStringCriteria | None
     result: Result
     text: torch.Tensor | None = None
     """int64 `[1, limit]` on the device, for processors that read it"""
@@ -57,6 +60,30 @@ class Sequence:
     def ids(self) -> list[int]:
         """All tokens that the CPU knows."""
         return self.request.prompt_ids + self.result.generated_tokens
+
+    def last(self, count: int) -> list[int]:
+        """The last tokens that the CPU knows, at most `count`."""
+        return self.request.prompt_ids[-count:] + self.result.generated_tokens[-count:]
+
+
+#: an id outside of every vocabulary, which stop strings do not match
+_NO_TOKEN = 2**31 - 1
+
+
+def _stopped(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
+    """The sequences that end with a stop string once they have these tokens. One check for all that have the same stop
+    strings, of as many tokens as those can have."""
+    groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
+    for sequence, token in zip(sequences, tokens, strict=True):
+        if sequence.stop_strings is not None and not sequence.ended:
+            groups.setdefault(sequence.stop_strings, []).append((sequence, token))
+    stopped: set[Sequence] = set()
+    for criterion, members in groups.items():
+        most = criterion.maximum_token_len
+        lines = [[_NO_TOKEN] * most + sequence.last(most) + [token] for sequence, token in members]
+        ends = criterion(torch.tensor([line[-most:] for line in lines]), None).tolist()
+        stopped.update(sequence for (sequence, _), end in zip(members, ends, strict=True) if end)
+    return stopped
 
 
 @dataclass
@@ -121,6 +148,8 @@ class Scheduler:
         self._siblings: dict[Sequence, Waiting] = {}  # sequences to fork from one whose prompt is being read
         self._pending: deque[_Pending] = deque()
         self._late = steps.device.type == "cuda"
+        # a criterion reads the whole vocabulary when it is made, so requests share it
+        self._stop_strings = functools.lru_cache(8)(lambda texts: StopStringCriteria(tokenizer, list(texts)))
         self.finished: deque[Result] = deque()
 
     # ---- a round --------------------------------------------------------------------------------------------------
@@ -250,10 +279,13 @@ class Scheduler:
         request, model = waiting.request, self.steps.model
         sampler = Sampler.of(model, request, number, waiting.seed)
         user_criteria = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
-        criteria = model._get_stopping_criteria(request.config, user_criteria, tokenizer=self.tokenizer)
+        config = copy.copy(request.config)
+        config.stop_strings, stops = None, config.stop_strings
+        criteria = model._get_stopping_criteria(config, user_criteria)
         checked_here = MaxLengthCriteria, EosTokenCriteria
         unchecked = [each for each in criteria if each in user_criteria or not isinstance(each, checked_here)]
-        sequence = Sequence(request, number, row, sampler, unchecked, self._result(request, number))
+        strings = None if stops is None else self._stop_strings((stops,) if isinstance(stops, str) else tuple(stops))
+        sequence = Sequence(request, number, row, sampler, unchecked, strings, self._result(request, number))
         if sampler.reads_tokens:
             ids = request.prompt_ids + [0] * request.new_tokens
             sequence.text = on_device([ids], self.steps.device)
@@ -399,6 +431,7 @@ class Scheduler:
         self._stepping = []
         now, tokens = time.perf_counter(), pending.tokens.tolist()
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
+        stopped = _stopped(pending.sequences, tokens)
         for place, sequence in enumerate(pending.sequences):
             if sequence.ended:
                 continue
@@ -415,7 +448,7 @@ class Scheduler:
                 result.logprobs.append(logprobs[place])
             try:
                 self._tell(sequence, tokens[place])
-                reason = self._why_ended(sequence, tokens[place])
+                reason = "stop" if sequence in stopped else self._why_ended(sequence, tokens[place])
             except Exception as problem:  # of the caller's streamer or criterion: the other requests go on
                 self.end(sequence, "error", problem)
                 continue
@@ -432,10 +465,9 @@ class Scheduler:
             return "stop"
         reason: FinishReason | None = None
         if sequence.criteria:
-            host = torch.tensor([sequence.ids])
+            ids = on_device([sequence.ids], self.steps.device)
             nothing: Any = None
             for criterion in sequence.criteria:
-                ids = host if isinstance(criterion, StopStringCriteria) else host.to(self.steps.device)
                 if bool(torch.as_tensor(criterion(ids, nothing)).all()):
                     reason = reason or ("length" if isinstance(criterion, MaxTimeCriteria) else "stop")
         if reason is None and len(sequence.result.generated_tokens) >= request.new_tokens:

@@ -11,7 +11,13 @@ from cases import SMALL_PAGES, tiny_models
 from generation_cases import StopAt
 from letters import letters
 from pool_cases import CHUNK, Collected, one_row
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
+)
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests import new_pool, pool_steps
@@ -195,6 +201,34 @@ def test_texts_messages_and_stop_strings(model):
     for result in found[1:]:
         assert result.prompt_ids == [97, 98, 99]
         assert result.generated_tokens == plain.generated_tokens
+
+
+def test_requests_share_what_finds_their_stop_strings(model, monkeypatch):
+    """A criterion of transformers reads the whole vocabulary when it is made. It is made once for each list of stop
+    strings, and the texts end where transformers' `generate` ends them."""
+    tokenizer, ours, made = letters(), model, []
+    wanted = {"max_new_tokens": 20, "do_sample": False, "suppress_tokens": [*range(33), *range(127, 160)]}
+    (plain,) = lb.generate_many(ours, ["a"], "dense", tokenizer=tokenizer, **wanted, **FIXED)
+    whole = plain.text
+    stops = [
+        [whole[0]],
+        whole[6:9],
+        [whole[2:12], "never here"],
+        [f"a{whole[:4]}"],
+        ["a longer text than there will be"],
+    ]
+    create = StopStringCriteria.__init__
+    monkeypatch.setattr(
+        StopStringCriteria, "__init__", lambda self, *args, **options: made.append(create(self, *args, **options))
+    )
+    requests = [{"prompt": prompt, "stop_strings": stop} for prompt in ("a", "a", "b") for stop in stops]
+    results = lb.generate_many(ours, requests, "dense", tokenizer=tokenizer, **wanted, **FIXED)
+    assert len(made) == len(stops)
+    for request, result in zip(requests, results, strict=True):
+        ids = tokenizer(request["prompt"], return_tensors="pt").input_ids
+        expected = ours.generate(ids, tokenizer=tokenizer, stop_strings=request["stop_strings"], **wanted)
+        assert result.prompt_ids + result.generated_tokens == expected[0].tolist()
+    assert len({len(result.generated_tokens) for result in results}) > 3
 
 
 def test_messages_that_a_template_refuses_stop_no_other_request(model):
