@@ -9,8 +9,8 @@ A prompt of HumanEval and GSM8K begins with solved items, so that the answer att
 for HumanEval. The examples for items of even index are items of odd index, and vice versa. HumanEval's answers are
 programs: each runs in a process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
 
-A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K also how many are
-`solved`. `failed`: items that do not have the full score. `seconds_of_all`: of all tasks that a preset answered at once.
+A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K it is the share that is
+solved. `failed`: items that do not have the full score. `seconds_of_all`: of all tasks that a preset answered at once.
 
 `packed_share`: share of the tokens that the last token of an answer attends to that are in packed pages, mean over items.
 """
@@ -277,8 +277,6 @@ def main(
                     "seconds_of_all": seconds,
                     "failed": [x[0] for x in own if x[3] < 1],
                 }
-                if each in WORKED:
-                    record["solved"] = sum(x[3] == 1 for x in own)
                 append_record(out, record)
                 share = f"{record['packed_share']:.2f}"
                 shown.add_row(each, str(length or ""), which, f"{record['score']:.3f}", str(len(own)), share)
