@@ -152,7 +152,7 @@ def models_table() -> str:
 def humaneval(path: Path = TASKS) -> dict[str, int]:
     """For each preset, how many of `HUMANEVAL` items its newest record solved."""
     return {
-        record["preset"]: record["solved"]
+        record["preset"]: round(record["score"] * record["items"])
         for record in current_records(path)
         if (record["task"], record["items"]) == ("humaneval", HUMANEVAL) and record["model"].startswith(SHORT_NAME)
     }

@@ -23,7 +23,6 @@ import gzip
 import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -56,6 +55,14 @@ ANSWER = {"humaneval": 400, "gsm8k": 320}
 RULER_ITEMS = 25
 #: seconds and bytes that a program of HumanEval may take
 SECONDS, BYTES = 10, 2**31
+#: a program that limits its process, and then runs another one. Python code between fork and exec (`preexec_fn`) may
+#: wait forever for a lock of another thread
+_LIMITED = """import resource, sys
+memory, seconds = map(int, sys.argv[1:3])
+for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, 0)):
+    resource.setrlimit(limit, (most, most))
+exec(compile(sys.argv[3], "answer", "exec", dont_inherit=True), {"__name__": "__main__"})
+"""
 OUT = results_path("tasks", "models")
 console = wide_console()
 
@@ -118,30 +125,23 @@ TASKS = (*WORKED, *ruler_tasks.TASKS)
 
 def number_in(answer: str) -> str | None:
     """The number after `####`; without one, the last number of the answer."""
-    marked = re.search(r"####\s*(-?[\d,]+)", answer)
-    numbers = [marked[1]] if marked else re.findall(r"-?\d[\d,]*", answer)
-    return numbers[-1].replace(",", "") if numbers else None
+    number = r"-?\d[\d,]*(?:\.\d+)?"
+    numbers = re.findall(rf"####\s*({number})", answer)[:1] or re.findall(number, answer)
+    return re.sub(r"\.0*$", "", numbers[-1].replace(",", "")) if numbers else None
 
 
 def passes(program: str) -> bool:
     """Whether a program ends without an error within the limits."""
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-I", "-c", program],
+                [sys.executable, "-I", "-c", _LIMITED, str(BYTES), str(SECONDS), program],
                 cwd=folder,
                 env={"PATH": os.defpath},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=SECONDS,
-                preexec_fn=limited,
                 check=False,
             )
         except subprocess.TimeoutExpired:

@@ -36,6 +36,7 @@ from hf_lowbit_kv.eval.benchmarks import (
     measure_baselines,
     paper_table,
     parallel,
+    tasks_table,
     weights_table,
 )
 from hf_lowbit_kv.eval.benchmarks.baseline_formats import BITS
@@ -318,6 +319,8 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "baselines": baselines_table,
     "front": lambda rows: front_page.front_table(),
     "models": lambda rows: front_page.models_table(),
+    "tasks": lambda rows: tasks_table.tasks_table(),
+    "ruler": lambda rows: tasks_table.ruler_table(),
     "parallel": lambda rows: parallel.page_table(),
     "own-rows": lambda rows: bench_batch.rows_table(),
     "protocols": lambda rows: paper_table.paper_table(),

@@ -59,6 +59,7 @@ def test_records_of_a_model(tmp_path, monkeypatch):
         ("x = bytearray(2**33)", False),
         ("with open('file', 'w') as file: file.write('x')", False),
         ("import os; assert 'HOME' not in os.environ", True),
+        ("from __future__ import annotations\nassert __name__ == '__main__'", True),
     ],
 )
 def test_programs_run_with_limits(program, ends, monkeypatch):
@@ -68,7 +69,10 @@ def test_programs_run_with_limits(program, ends, monkeypatch):
 
 @pytest.mark.parametrize(
     ("answer", "number"),
-    [("2 + 2 = 4\n#### 4", "4"), ("#### 1,234 and 5", "1234"), ("first 3, then -7.", "-7"), ("none", None)],
+    [
+        *(("2 + 2 = 4\n#### 4", "4"), ("#### 1,234 and 5", "1234"), ("first 3, then -7.", "-7"), ("none", None)),
+        *(("#### 18.00", "18"), ("It costs $18.50", "18.50")),
+    ],
 )
 def test_the_number_of_an_answer(answer, number):
     assert number_in(answer) == number

@@ -13,9 +13,10 @@ from cases import tiny_models
 from letters import letters
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval.benchmarks import model_tasks, ruler_tasks
+from hf_lowbit_kv.eval.benchmarks import front_page, model_tasks, ruler_tasks, tasks_table
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item
 from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS, answer_tokens, samples, score
+from hf_lowbit_kv.eval.provenance import append_record
 
 pytest.importorskip("long_context_eval")
 pytest.importorskip("wonderwords")
@@ -119,3 +120,32 @@ def test_records_of_tasks(tmp_path, monkeypatch):
     assert (low["score"], low["prompt_tokens"]) == (0.625, dense["prompt_tokens"])
     assert 0.8 < low["packed_share"] < 1
     assert (solved["score"], solved["failed"], len(solved["weights"])) == (0, ["0", "1"], 64)
+
+
+def test_tables(tmp_path):
+    """The newest record with all items counts; a context has a column if a preset has all tasks there."""
+    path = tmp_path / "tasks.jsonl"
+    assert tasks_table.tasks_table(path) == tasks_table.ruler_table(path) == "(no record)\n"
+
+    def add(preset, task, score, share, items, context=None, model=front_page.MEASURED):
+        record = {"model": model, "preset": preset, "task": task, "context": context, "items": items}
+        append_record(path, record | {"score": score, "packed_share": share})
+
+    add("kivi-4", "humaneval", 0.1, 0.9, 164)
+    add("kivi-4", "humaneval", 103 / 164, 0.9, 164)
+    add("kivi-4", "humaneval", 1, 1, 10)
+    add("kivi-4", "humaneval", 1, 1, 164, model="another")
+    add("dense", "gsm8k", 0.5, 0, 100)
+    for index, task in enumerate(TASKS):
+        add("kivi-4", task, index / 12, 0.75 + index / 24, 25, 4096)
+        if task != "vt":
+            add("kivi-4", task, 1, 0.9, 25, 16384)
+    assert tasks_table.tasks_table(path).splitlines() == [
+        "| preset | HumanEval | GSM8K | RULER, 4k |",
+        "|---|---:|---:|---:|",
+        "| `dense` |  | 50.0 (0 %) |  |",
+        "| `kivi-4` | 62.8 (90 %) |  | 50.0 (100 %) |",
+    ]
+    head, _, row = tasks_table.ruler_table(path).splitlines()
+    assert head == "| context, preset | " + " | ".join(tasks_table.KINDS) + " |"
+    assert row == "| 4k, `kivi-4` | 8 | 33 | 50 | 58 | 67 | 75 | 83 | 96 |"

@@ -90,10 +90,10 @@ def test_humaneval_has_a_column_if_it_has_records(tmp_path):
     records = tmp_path / "tasks.jsonl"
     base = {"task": "humaneval", "model": front_page.MEASURED, "items": 164}
     for other in ({"items": 10}, {"task": "gsm8k"}, {"model": "another"}):
-        append_record(records, base | {"preset": "int8", "solved": 7} | other)
+        append_record(records, base | {"preset": "int8", "score": 0.5} | other)
     assert front_page.front_table(records) == front_page.front_table(tmp_path / "none.jsonl")
     for preset, solved in (("dense", 91), ("int8", 80), ("int8", 90)):
-        append_record(records, base | {"preset": preset, "solved": solved})
+        append_record(records, base | {"preset": preset, "score": solved / 164})
     table = front_page.front_table(records)
     assert "| HumanEval, of 164 |" in table
     assert re.search(r"^\| 16 bits \|.* \| 91 \| 1.0 \|$", table, re.MULTILINE)
