@@ -10,7 +10,7 @@
 # make lint    ruff, mypy, and clang-format of the CUDA sources
 # make gpu-test  the tests that need a GPU, a case for each path of the kernels
 # make gpu-test-all  all of them, the whole matrix of formats
-# make bench   the measurements of speed behind README and docs, on a GPU (one and a half hours; `bench_all` has parts of it)
+# make bench   the measurements of speed behind README and docs, on a GPU (two hours); `eval/benchmarks/bench.sh` has each of them
 # make clean   removes what these made
 #
 # PYTHON  the interpreter to build the environment from: 3.10 or later
@@ -80,14 +80,13 @@ gpu-test-all: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -p as_they_end -m gpu $(GPU)
 
 bench: $(VENV)/.ready
-	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.bench_all
+	PYTHON=$(BIN)/python sh eval/benchmarks/bench.sh
 
 measure: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.measure
 
 results: $(VENV)/.ready
 	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.tables
-	$(BIN)/python -m hf_lowbit_kv.eval.benchmarks.memory_table
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs

@@ -1,13 +1,11 @@
-"""Finds a preset for a model: presets that fit the model, the best ones within a budget, and a sweep over other
-formats.
+"""Finds a preset for a model: presets that fit the model, and the best ones within a budget.
 
-`hf-lowbit-kv recommend` prints the results of `recommend`. A benchmark of this repository, `studies sweep`, prints
-those of `sweep`. `pareto` finds the points of bits and KL that no other point beats. `plot` draws the points.
+`hf-lowbit-kv recommend` prints the results of `recommend`. `pareto` finds the points of bits and KL that no other point
+beats. `plot` draws the points.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.cache.served_models import unwrap
-from hf_lowbit_kv.calibration_files.calibration_file import Calibration
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
 from .cache_sizes import Factory, Size, sizes
@@ -174,69 +171,6 @@ def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = Non
     return fitting, reasons
 
 
-def parse_pair(text: str) -> tuple[str, str]:
-    """`"int4-channel/int2-token"` -> the two names. Raises `ValueError` if there are not exactly two."""
-    keys, slash, values = text.partition("/")
-    if not (keys and slash and values) or "/" in values:
-        raise ValueError(f"formats {text!r} are not understood; give KEYS/VALUES, e.g. int4-channel/int2-token")
-    return keys, values
-
-
-def sweep(
-    pairs: Sequence[tuple[str, str]],
-    texts: Sequence[str | Path | Text],
-    model: Any,
-    tokenizer: Any,
-    transforms: Sequence[str] = ("none", "hadamard"),
-    sinks: Sequence[int] = (0, 32),
-    residuals: Sequence[int] = (128,),
-    context: int = 2048,
-    start: int = 512,
-    bits_at: int = 32768,
-    progress: bool = True,
-    calibration: Calibration | str | Path | None = None,
-) -> list[dict[str, Any]]:
-    """Measure every combination of formats and options.
-
-    Args:
-        pairs: key format and value format. Arguments not listed here are those of `LowBitCache` and of
-            `perplexity.run`.
-        calibration: for formats and transforms that need one; `None`: the calibration found for the model.
-        bits_at: tokens at which `bits_per_value` is computed, with a window in 16 bits.
-
-    Returns:
-        One dict for each combination, in the order of bits: `name`, `keys`, `values`, `transform`, `sink`, `residual`,
-        `bits_per_value`, `kl`, `kl_p99`, `top1`, `ppl`, `ppl_full`, and `pareto` (whether no other combination is
-        better, see `pareto`).
-
-    Raises:
-        ValueError: a combination that does not exist, or a text that is too short. It is raised before anything is
-            measured.
-    """
-    rows, factories = dict[str, dict[str, Any]](), {}
-    for (keys, values), transform, sink, residual in itertools.product(pairs, transforms, sinks, residuals):
-        options: dict[str, Any] = {"transform": transform, "sink": sink, "residual": residual}
-        parts = [
-            f"{keys}/{values}",
-            "" if transform == "none" else transform,
-            f"s{sink}" if sink else "",
-            f"r{residual}",
-        ]
-        name = " ".join(part for part in parts if part)
-        rows[name] = {"name": name, "keys": keys, "values": values} | options
-        factories[name] = functools.partial(LowBitCache, model, keys, values, calibration=calibration, **options)
-    if not rows:
-        raise ValueError("nothing to sweep: give one pair of formats, one transform, one sink and one residual or more")
-    sizes_of = sizes(factories, model, bits_at, 1)
-    scores = score(factories, texts, model, tokenizer, context, start, progress=progress)
-    for name, of in scores.items():
-        measured = mean_row(of, position_edges(start, context))
-        rows[name]["bits_per_value"] = sizes_of[name].bits
-        rows[name] |= {key: measured[key] for key in ("kl", "kl_p99", "top1", "ppl", "ppl_full")}
-    ordered = sorted(rows.values(), key=lambda row: row["bits_per_value"])
-    return [row | {"pareto": best} for row, best in zip(ordered, pareto(ordered))]
-
-
 #: width and height of the picture, inches
 SIZE = (7.5, 4.5)
 
@@ -253,18 +187,18 @@ def pareto(rows: Sequence[dict[str, Any]], x: str = "bits_per_value", y: str = "
     return [not beaten(row) for row in rows]
 
 
-def plot(rows: Sequence[dict[str, Any]], path: Path, title: str, label: str = "preset", **options: Any) -> None:
+def plot(rows: Sequence[dict[str, Any]], path: Path, title: str, **options: Any) -> None:
     """Write the picture of `draw` to `path` (`.png`, `.svg`). options: those of matplotlib's `savefig`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, layout="constrained")
-    draw(figure.subplots(), rows, title, label)
+    draw(figure.subplots(), rows, title)
     figure.savefig(path, dpi=120, **options)
 
 
-def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str = "preset") -> None:
+def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str) -> None:
     """Draw rows with `bits_per_value` and `kl` on matplotlib axes. A line shows the Pareto front. Points get the names
-    in field `label` if there is room."""
+    if there is room."""
     front = [row for row, best in zip(rows, pareto(rows)) if best]
     rest = [row for row in rows if row not in front]
     front.sort(key=lambda row: row["bits_per_value"])
@@ -287,8 +221,8 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str, label: str = "pr
     axes.set_xticks([], minor=True)
     axes.figure.canvas.draw()  # afterwards the positions of points are known
     taken = [*_markers(axes, rows), *_steps(axes, front)]
-    _name(axes, front, label, "black", 9, taken)
-    _name(axes, rest, label, "0.45", 7, taken)
+    _name(axes, front, "black", 9, taken)
+    _name(axes, rest, "0.45", 7, taken)
 
 
 def _places(axes: Any, rows: Sequence[dict[str, Any]]) -> Any:
@@ -334,13 +268,13 @@ def _line(axes: Any, point: tuple[float, float], box: Any, right: bool) -> list[
     return [Bbox.from_bounds(x + way * across, y + way * up, 1, 1) for way in ways]
 
 
-def _name(axes: Any, rows: Sequence[dict[str, Any]], label: str, colour: str, size: int, taken: list[Any]) -> None:
+def _name(axes: Any, rows: Sequence[dict[str, Any]], colour: str, size: int, taken: list[Any]) -> None:
     """Write the rows' names beside their points if there is room. `taken` collects the boxes of everything drawn."""
     for row in rows:
         point = row["bits_per_value"], row["kl"]
         for x, y in _OFFSETS:
             aligned: dict[str, Any] = {"textcoords": "offset points", "ha": "left" if x > 0 else "right"}
-            text = axes.annotate(row[label], point, xytext=(x, y), fontsize=size, color=colour, **aligned)
+            text = axes.annotate(row["preset"], point, xytext=(x, y), fontsize=size, color=colour, **aligned)
             box = text.get_window_extent()
             line = _line(axes, point, box, x > 0) if abs(x) >= _FAR else []
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.figure.bbox.x1

@@ -70,10 +70,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run_command(main: Callable[..., Any]) -> None:
-    """Run `main` as a command. Its help is shown as written: brackets are not treated as markup."""
+def run_command(main: Callable[..., Any] | None = None, **commands: Callable[..., Any]) -> None:
+    """Run `main` as a command, or several `commands` by their names. Help is shown as written: brackets are not treated
+    as markup."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(main)
+    for name, command in commands.items() if main is None else [(None, main)]:
+        app.command(name)(command)
     app()
 
 

@@ -1,5 +1,5 @@
-"""Other methods, compared with the package's presets: `studies baselines`. These are our own implementations of two
-papers.
+"""Other methods, compared with presets: `python -m hf_lowbit_kv.eval.benchmarks.baselines`. These are our own
+implementations of two papers.
 
 - **WUSH-KV** (Chen et al., arXiv 2609.38121): T = c H L^-1/4 U' C', for keys and for values. C C' is the cost of an
   error: the sum of q q' for keys, W_O W_O' for values. U L U' = C' M C, with M the second moment of the keys or values.
@@ -7,39 +7,177 @@ papers.
 - **OSCAR** (Zhou et al., arXiv 2605.17757): rotations U H. For keys, U holds the eigenvectors of the sum of q q'. For
   values it holds those of the sum of o o', with o the attention output of a query head.
 
-A baseline is a transform (`matrix`) and two formats (`baseline_formats`), with its own scales and bits. These
+A baseline is a transform (`matrix`) and two formats with its own scales and bits. The formats have no kernels. These
 implementations differ from the papers:
 
 - The window is the same as in the package's presets: 32 sink tokens and the 128 newest tokens.
 - Texts and lengths of the calibration are the same as in `calibrate`.
 - OSCAR's bit reversal is left out. It has no effect if all channels of a head share a scale.
 - OSCAR's released code weights values in another way than OSCAR's paper. This implementation follows the paper.
+
+Model, texts and setting are those of `measure`. The calibration uses the texts of the bundled calibration of `eigen-*`,
+and as many windows. Records go to `eval/results/baselines-smollm2.jsonl`. If there are several records for a baseline
+and text, the newest counts.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
+import typer
+from rich.console import Console
 
 from hf_lowbit_kv import formats
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
-from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, longest_window
-from hf_lowbit_kv.calibration.steps_shown import Report, say, steps_shown
+from hf_lowbit_kv.calibration.steps_shown import LogLines, Report, say, steps_shown
 from hf_lowbit_kv.calibration.window_reading import attend_in_full
-from hf_lowbit_kv.eval.benchmarks.baseline_formats import BITS, Clipped, Quest
-from hf_lowbit_kv.eval.perplexity import as_rows, score
-from hf_lowbit_kv.eval.texts import Text
+from hf_lowbit_kv.eval.benchmarks.measure import CHUNK, CONTEXT, START, TEXTS, setting
+from hf_lowbit_kv.eval.bootstrap import block_means
+from hf_lowbit_kv.eval.cache_sizes import sizes
+from hf_lowbit_kv.eval.local_models import load_model, varied_texts
+from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
+from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command
+from hf_lowbit_kv.eval.texts import read_text
+from hf_lowbit_kv.formats import Format
+from hf_lowbit_kv.formats.affine import FP16_MAX, pack_words, quantize, unpack_words
+from hf_lowbit_kv.formats.base import Tensors
 from hf_lowbit_kv.formats.registered import register_format
+from hf_lowbit_kv.formats.static import PLANES, STEP
 from hf_lowbit_kv.presets import SINK_TOKENS
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard
+
+BITS = (2, 3, 4)
+
+
+class _TokenIntegers(Format):
+    """Base of formats with integer codes for each token. The array `codes` is int16
+    `[page_size, head_dim * bits / 16]`: bit planes, packed into 16-bit words."""
+
+    bits: int
+
+    @property
+    def tokenwise(self) -> bool:
+        return True
+
+    def _check_bits(self) -> None:
+        if self.bits not in BITS:
+            raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BITS}")
+
+    def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
+        scales = [(name, torch.float16, (page_size, 1)) for name in self.scales]
+        return [("codes", torch.int16, (page_size, head_dim * self.bits // 16)), *scales]
+
+    #: names of the arrays that hold one 16-bit number for each token
+    scales: ClassVar[tuple[str, ...]] = ("scale",)
+
+    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """int32 `[..., page, head_dim]` -> the array `codes`. The plane of the high bits comes first."""
+        parts, left = [], self.bits
+        for width in PLANES[self.bits]:
+            left -= width
+            parts.append(pack_words(codes >> left & 2**width - 1, width))
+        return torch.cat(parts, -1)
+
+    def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """The inverse of `_pack`."""
+        codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
+        first = 0
+        for width in PLANES[self.bits]:
+            count = head_dim * width // 16
+            codes = codes << width | unpack_words(words.narrow(-1, first, count), width)
+            first += count
+        return codes
+
+
+@dataclass(frozen=True, repr=False)
+class Quest(_TokenIntegers):
+    """The quantizer that WUSH-KV uses in its analysis and perplexities (arXiv 2609.38121, equation 5; QuEST's
+    projection). The levels are symmetric, the step comes from the token's root mean square, and larger numbers are
+    clipped.
+
+        step = 2 alpha_b / (2^b - 1) * rms(x)      Q(x) = step * (floor(x / step) + 1/2)
+
+    alpha_b has the least squared error on Gaussian numbers, so the step is `STEP[b] * rms`. A page stores the codes and
+    the step in fp16.
+    """
+
+    grammar: ClassVar[str] = "'quest<2|3|4>'"
+
+    bits: int = 2
+
+    def __post_init__(self):
+        self._check_bits()
+
+    @property
+    def name(self) -> str:
+        return f"quest{self.bits}"
+
+    @classmethod
+    def parse(cls, name: str) -> Quest | None:
+        return cls(int(match[1])) if (match := re.fullmatch("quest([234])", name)) else None
+
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
+        x = x.float()
+        step = (STEP[self.bits] * x.square().mean(-1, keepdim=True).sqrt()).clamp(max=FP16_MAX).half()
+        codes = ((x / step.float()).floor() + 2 ** (self.bits - 1)).clamp(0, 2**self.bits - 1)
+        return {"codes": self._pack(torch.where(step > 0, codes, 0.0).to(torch.int32)), "scale": step}
+
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
+        codes = self._unpack(arrays["codes"], head_dim).float()
+        return (codes - (2**self.bits - 1) / 2) * arrays["scale"].float()
+
+
+@dataclass(frozen=True, repr=False)
+class Clipped(_TokenIntegers):
+    """OSCAR's quantizer (arXiv 2605.17757; 2609.38121 writes it out in equation 7). Numbers are clipped at a quantile
+    of the magnitudes. Asymmetric integers then cover the range from a token's smallest to its largest number. A page
+    stores the codes, and scale and zero point in fp16.
+
+    Args:
+        share: percentage of the magnitudes that are not clipped. The papers take 96 for keys and 92 for values.
+    """
+
+    grammar: ClassVar[str] = "'clipped<2|3|4>-q<1 to 100>'"
+    scales: ClassVar[tuple[str, ...]] = ("scale", "zero")
+
+    bits: int = 2
+    share: int = 96
+
+    def __post_init__(self):
+        self._check_bits()
+        if not 1 <= self.share <= 100:
+            raise ValueError(f"share={self.share!r} is not allowed; it must be 1 to 100 (hundredths)")
+
+    @property
+    def name(self) -> str:
+        return f"clipped{self.bits}-q{self.share}"
+
+    @classmethod
+    def parse(cls, name: str) -> Clipped | None:
+        match: Any = re.fullmatch(r"clipped([234])-q([1-9]\d?|100)", name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+    def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
+        x = x.float()
+        limit = x.abs().quantile(self.share / 100, dim=-1, keepdim=True)
+        low, high = x.amin(-1, keepdim=True).maximum(-limit), x.amax(-1, keepdim=True).minimum(limit)
+        codes, scale, zero = quantize(x, low, high, torch.full_like(low, 2**self.bits - 1))
+        return {"codes": self._pack(codes), "scale": scale, "zero": zero}
+
+    def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
+        codes = self._unpack(arrays["codes"], head_dim).float()
+        return codes * arrays["scale"].float() + arrays["zero"].float()
+
 
 #: share of the identity in both of WUSH's matrices (its section 5.1)
 DAMPING = 1e-2
@@ -181,7 +319,6 @@ for _bits in BITS:
     BASELINES[f"wush-{_bits}"] = Baseline("wush", Quest(_bits), Quest(_bits))
     BASELINES[f"wush-clipped-{_bits}"] = Baseline("wush", *_clipped)
     BASELINES[f"oscar-{_bits}"] = Baseline("oscar", *_clipped)
-DEFAULT = ("wush-2", "oscar-2")
 
 
 def check_names(names: Sequence[str]) -> list[str]:
@@ -251,47 +388,6 @@ def calibrated(
     return factories
 
 
-def run(
-    names: Sequence[str],
-    presets: Sequence[str],
-    texts: Sequence[str | Path | Text],
-    calibration_texts: Sequence[str],
-    model: Any,
-    tokenizer: Any,
-    context: int = 4096,
-    start: int = 512,
-    windows: int = 1,
-    samples: int | None = None,
-    progress: bool | Report = True,
-    overrides: dict[str, Any] | None = None,
-) -> list[dict[str, Any]]:
-    """Measure baselines and presets on the same texts. Each window is read in one forward pass.
-
-    Args:
-        names: names in `BASELINES`.
-        presets: presets to measure too.
-        calibration_texts: texts for the baselines. Presets use their own calibration.
-        overrides: further arguments of `from_preset`, for every preset. The other arguments are those of
-            `perplexity.run` and of `calibrated`.
-
-    Returns:
-        Rows like those of `perplexity.run`, and `bits_of_page`: bits per number without the window and without
-        matrices.
-    """
-    names = check_names(names)
-    of_presets: dict[str, Callable[[], LowBitCache]] = {
-        name: functools.partial(from_preset, name, model, **overrides or {}) for name in dict.fromkeys(presets)
-    }
-    for make in of_presets.values():
-        make()  # raises if a preset lacks something, before the model reads anything
-    factories = {**calibrated(model, tokenizer, calibration_texts, names, samples, progress=progress), **of_presets}
-    measured = score(
-        factories, texts, model, tokenizer, context, start, windows=windows, progress=progress is True, parallel=True
-    )
-    rows = as_rows(measured, factories, model, context, start)
-    return [row | {"bits_of_page": bits_of_page(factories[row["preset"]]())} for row in rows]
-
-
 def bits_of_page(cache: LowBitCache) -> float:
     """Bits per number in pages of all packed layers, metadata included."""
     stored = numbers = 0
@@ -300,3 +396,38 @@ def bits_of_page(cache: LowBitCache) -> float:
         stored += heads * sum(layer.spec.part_bytes(first, second, torch.float16))
         numbers += heads * layer.spec.page_size * (first + second)
     return 8 * stored / numbers
+
+
+OUT = results_path("baselines", "smollm2")
+
+
+def main(
+    baseline: Annotated[list[str] | None, typer.Option(help="Repeatable [default: all].")] = None,
+    text: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TEXTS)} [default: all].")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; float32 on both.")] = "cpu",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
+) -> None:
+    """Calibrate the baselines, and measure each on every text."""
+    names = check_names(baseline or list(BASELINES))
+    if unknown := [name for name in text or [] if name not in TEXTS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not known; allowed: {', '.join(TEXTS)}", param_hint="--text")
+    console = Console(stderr=True)
+    model, tokenizer = load_model(None, torch.float32, device)
+    calibration = [read_text(path).content for path in varied_texts()]
+    factories = calibrated(model, tokenizer, calibration, names, progress=LogLines())
+    sizes_of = sizes(factories, model, CONTEXT)
+    common = setting() | {"device": device_name(model.device), "backend": "torch"} | provenance(commit)
+    for each in text or TEXTS:
+        measured = score(
+            factories, [TEXTS[each]()], model, tokenizer, CONTEXT, START, CHUNK, progress=False, parallel=True
+        )
+        for name, (scores,) in measured.items():
+            row = {"bits_per_value": sizes_of[name].bits} | mean_row([scores], position_edges(START, CONTEXT))
+            subject = {"baseline": name, "text": each, "bits_of_page": bits_of_page(factories[name]())}
+            append_record(out, subject | row | {"kl_blocks": block_means(scores["kl"]).tolist()} | common)
+            console.print(f"{each}: {name}, KL {row['kl']:.5f}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -47,9 +47,8 @@ from rich.table import Table
 
 from hf_lowbit_kv.backends.operations import Served, choose_backend, storage_spec
 from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError, build_sets, measure
-from hf_lowbit_kv.eval.benchmarks.decode_shapes import USUAL, Shape, matrix
-from hf_lowbit_kv.eval.benchmarks.kernels_ahead import Compilers, tiny
-from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
+from hf_lowbit_kv.eval.benchmarks.other_tree import Compilers, OtherTree, tiny_case
+from hf_lowbit_kv.eval.benchmarks.packed_layer import USUAL, Shape, matrix
 from hf_lowbit_kv.eval.benchmarks.peers import LOW_BIT_PEERS, PEERS, Inputs, usable_peers
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
 from hf_lowbit_kv.eval.provenance import (
@@ -187,7 +186,7 @@ def runs(
             # another tree may not know a format; then the measurement of the cell reports it
             with suppress(Exception):
                 begun[cell] = compilers.begin(
-                    partial(tiny, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
+                    partial(tiny_case, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
                 )
     peers: dict[str, Any] = {}
     last = None

@@ -1,7 +1,7 @@
-"""GPU memory of `generate` beyond the model: `python -m hf_lowbit_kv.eval.benchmarks.bench_memory`.
+"""GPU memory: `python -m hf_lowbit_kv.eval.benchmarks.bench_memory`.
 
-A model of the 8B Llama 3.1 shape with random weights reads a long prompt and writes a few tokens. The limit for the
-allocator's peak above the weights is
+`generate`: memory beyond the model. A model of the 8B Llama 3.1 shape with random weights reads a long prompt and
+writes a few tokens. The limit for the allocator's peak above the weights is
 
     the cache's bytes + 10 % + one layer's prompt (its keys and values in the model's dtype)
 
@@ -10,6 +10,10 @@ MLP needs over 20 GB here. So the peak is measured in two ways, and both must be
 
 - read in chunks (`prefill_chunk_size`): activations are small, and nothing is subtracted;
 - read whole: the peak of the same model, reading the same prompt without a cache, is subtracted.
+
+`fits`: what `hf-lowbit-kv fits` counts, compared with a GPU. A model of the named shape with random weights reads a
+prompt in chunks of 2048 tokens and writes tokens in recorded steps. The record compares the count with the GPU memory in
+use at the end (total less free: memory reserved by PyTorch, CUDA's own memory and the graphs), and with PyTorch's peak.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
 from hf_lowbit_kv.eval.provenance import (
     append_record,
     device_name,
@@ -35,6 +39,9 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
+from hf_lowbit_kv.planning.cache_memory import CHUNK
+from hf_lowbit_kv.planning.fits import GB
+from hf_lowbit_kv.planning.model_shapes import shape_of
 
 
 def llama_8b(layers: int = 32) -> LlamaConfig:
@@ -147,7 +154,7 @@ def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     return model.eval()
 
 
-def main(
+def measure_generate(
     preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable [default: kivi-4, kivi-2].")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
     batch: Annotated[int, typer.Option(help="Rows.")] = 8,
@@ -182,5 +189,69 @@ def main(
         raise typer.Exit(1)
 
 
+@torch.no_grad()
+def measure_fits(name: str, preset: str, context: int, new_tokens: int, device: torch.device) -> dict[str, Any]:
+    """One `lb.generate` that fills a cache of `context` tokens.
+
+    Returns:
+        A record without provenance, in bytes: `counted` and its parts, `peak` (PyTorch's peak of requested tensors),
+        `in_use` (GPU memory in use, less that before the call), `nbytes` (of the cache).
+    """
+    free_before = torch.cuda.mem_get_info(device)[1]  # the first call makes CUDA's context, which is counted
+    model = random_model(shape_of(name).config, torch.bfloat16, device)
+    fit = lb.fits(model, context, torch.cuda.get_device_properties(device).total_memory, presets=[preset])[1]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    prompt = torch.randint(0, model.config.vocab_size, (1, context - new_tokens), device=device)
+    out = lb.generate(
+        model,
+        input_ids=prompt,
+        preset=preset,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        prefill_chunk_size=CHUNK,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    cache = cache_in(out)
+    return {
+        "model": name,
+        "preset": preset,
+        "context": context,
+        "counted": fit.total,
+        "weights": fit.weights,
+        "cache": fit.cache,
+        "chunk": fit.chunk,
+        "cuda": fit.cuda,
+        "peak": torch.cuda.memory_stats(device)["requested_bytes.all.peak"],
+        "in_use": free_before - torch.cuda.mem_get_info(device)[0],
+        "nbytes": int(cache.nbytes),
+    }
+
+
+def compare_fits(
+    model: Annotated[str, typer.Option(help="A known name, a folder or a hub name.")] = "Qwen/Qwen3-8B",
+    preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
+    context: Annotated[int, typer.Option(help="Tokens of the row.")] = 65536,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 32,
+    device: Annotated[str, typer.Option(help="A GPU.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/fits-<device>.jsonl].")] = None,
+) -> None:
+    """Measure, append a JSON line, and compare."""
+    where = torch.device(device)
+    record = measure_fits(model, preset, context, new_tokens, where)
+    record["relative"] = record["in_use"] / record["counted"] - 1
+    append_record(
+        out or results_path("fits", device_name(where)), record | {"gpu": device_name(where)} | provenance(commit)
+    )
+    table = Table("GB", "value")
+    for key in ("weights", "cache", "nbytes", "chunk", "cuda", "counted", "peak", "in_use"):
+        table.add_row(key, f"{record[key] / GB:.3f}")
+    table.add_row("in use over counted", f"{record['relative']:+.1%}")
+    wide_console().print(table)
+
+
 if __name__ == "__main__":
-    run_command(main)
+    run_command(generate=measure_generate, fits=compare_fits)

@@ -9,9 +9,16 @@ from typing import Any
 import torch
 
 from hf_lowbit_kv.backends.operations import storage_spec
-from hf_lowbit_kv.eval.benchmarks.decode_shapes import Shape
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
-from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, append_fault, attend_error, build, rewind, step_fault
+from hf_lowbit_kv.eval.benchmarks.packed_layer import (
+    PackedCase,
+    Shape,
+    append_fault,
+    attend_error,
+    build,
+    rewind,
+    step_fault,
+)
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, sets_needed, time_behind, time_interleaved
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.triton_kernels.determinism import fixed_order

@@ -17,7 +17,6 @@ from .filled_by import FilledBy, look_at
 from .low_bit_layer import LowBitLayer
 from .model_positions import Values
 from .own_layer_contents import OwnContents, contents_of, put_contents
-from .pass_checks import Ledger
 
 
 class LayerContents(NamedTuple):
@@ -111,7 +110,7 @@ def put(cache: Any, contents: CacheContents, model: Any, shared: bool = False) -
         cache.positions.give_back(model)
     if cache.read_lengths is not None and contents.read is not None:
         cache.read_lengths.restored(*contents.read)
-    cache.ledger = Ledger(empty=not contents.layers)
+    cache.guard.forget()
     cache.packed_layers[0].filled_by = FilledBy(look_at(model, cache.packed_sizes))
 
 
@@ -149,6 +148,6 @@ def hold(
     put_tokens(layer.store, tokens, shared, known)
     layer._forget()
     layer.length.set(contents.seen)
-    layer.taken, layer._in_tail, layer._mode = contents.seen, contents.in_tail, contents.mode
+    layer._in_tail, layer._mode = contents.in_tail, contents.mode
     for start, mask in contents.padding:
         layer._padding.note(start, mask.to(device))

@@ -36,6 +36,7 @@ from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_fingerprint import fingerprint_of
 from .model_positions import ModelPositions
 from .model_ref import ModelRef
+from .overrun import OverrunError, OverrunWatch
 from .own_layer_contents import resized
 from .own_layers import (
     SLIDING,
@@ -46,11 +47,9 @@ from .own_layers import (
     tensors_of,
 )
 from .packed_layers import packed_sides, stream_sizes
-from .pass_checks import Ledger, OverrunError, OverrunWatch, check_use_cache
+from .pass_guard import PassGuard
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 from .token_counts import Seen
-
-INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
 
 
 class LowBitCache(Cache, PushToHubMixin):
@@ -163,6 +162,9 @@ class LowBitCache(Cache, PushToHubMixin):
             check_layer(index, specs[index], sizes[index], layer_tensors[index])
             heads, tensors = sizes[index].heads, layer_tensors[index]
             layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
+        self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
+        for index in packed:
+            layers[index].guard = self.guard
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
@@ -172,10 +174,6 @@ class LowBitCache(Cache, PushToHubMixin):
         self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
         self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
-        self.ledger: Ledger | None = Ledger()  # None: passes were compiled, and not counted
-        self._first_counting_index = min(
-            [packed[0], *(i for i, layer in enumerate(layers) if isinstance(layer, SLIDING))]
-        )
         rope = length_rope(config)
         self.read_lengths = None if rope is None else ReadLengths(rope)
         self.positions = ModelPositions()
@@ -217,13 +215,11 @@ class LowBitCache(Cache, PushToHubMixin):
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
             )
         if torch.compiler.is_compiling():
-            self.ledger = None
+            self.guard.uncounted()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
-        if layer_idx == self._first_counting_index:
-            self._check_whole()
-            # transformers hands its arguments on since 5.24
-            check_use_cache(kwargs.get("kwargs", {}), tokens, self._first_packed_layer.length.at_least)
+        if layer_idx == self.guard.starts_at:
+            self.guard.begin(self, tokens, kwargs.get("kwargs", {}))  # transformers hands its arguments on since 5.24
             self._look_at_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)
@@ -240,15 +236,12 @@ class LowBitCache(Cache, PushToHubMixin):
         if layer_idx < self._first_packed_index:  # its own layers do not refuse such chunks
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
-        taken = self._first_packed_layer.taken
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             ops.warn_of_reference(self._first_packed_layer.why_slow_reference)
             if self._biases_to_come:
                 specs = {index: x.spec for index, x in enumerate(self.layers) if isinstance(x, LowBitLayer)}
                 self._biases_to_come = warn_of_key_biases(self.model.alive(), specs, self.packed_sizes)
-        if layer_idx == self._first_packed_index and self.ledger is not None:
-            self.ledger.packed(taken, tokens)
         return out
 
     def get_seq_length(self, layer_idx: int = 0):
@@ -264,7 +257,7 @@ class LowBitCache(Cache, PushToHubMixin):
             # transformers asks for these sizes before it runs a compiled or recorded step
             for layer in self.packed_layers:
                 layer.refresh()
-            if query_length > 1 and self._first_counting_index:
+            if query_length > 1 and self.guard.starts_at:
                 self._look_at_model(
                     query_length
                 )  # recurrent layers in front have read the tokens by the time of `update`
@@ -279,8 +272,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 try:
                     self._first_packed_layer.check(None, {"batch size": conv_states.shape[0]})
                 except ValueError:
-                    if self.ledger is not None:
-                        self.ledger.takes_back(layer_idx)
+                    self.guard.take_back(layer_idx)
                     raise
             make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
@@ -301,23 +293,17 @@ class LowBitCache(Cache, PushToHubMixin):
                 f"tokens_to_remove={-count} is not possible: layer {index}, a "
                 f"{type(self.layers[index]).__name__}, does not keep what it would need"
             )
-        interrupted = self._first_packed_layer.storing
-        self._first_packed_layer.storing |= count > 0  # memory may run out between layers: `_check_whole` notices that
-        for layer in itertools.compress(self.layers, able):
-            layer.crop(-count)  # type: ignore[union-attr]
-        self._first_packed_layer.storing = interrupted
-        if self.ledger is not None:
-            self.ledger.crop(count)
+        with self.guard.change():
+            for layer in itertools.compress(self.layers, able):
+                layer.crop(-count)  # type: ignore[union-attr]
         if count and self.text is not None:
             self.text = self.text[:, : int(self._first_packed_layer.get_seq_length())]
 
     def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
         """Remove each row's newest tokens, which a mask hides, from the packed layers. See `LowBitLayer.remove_newest`."""
-        first = self._first_packed_layer
-        interrupted, first.storing = first.storing, True  # as in `crop`
-        for layer in self.packed_layers:
-            layer.remove_newest(tokens, stored)
-        first.storing = interrupted
+        with self.guard.change():
+            for layer in self.packed_layers:
+                layer.remove_newest(tokens, stored)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
@@ -329,13 +315,13 @@ class LowBitCache(Cache, PushToHubMixin):
             if first.is_initialized and len(indices) != first.batch_size:
                 raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
             indices = indices.nonzero()[:, 0]
-        interrupted = first.storing
+        interrupted = self.guard.changing
         text = None if self.text is None else self.text[indices.to(self.text.device)]
         # packed layers come first, because they may refuse; some of transformers' layers only have `reorder_cache`
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
             layer.reorder_cache(indices)
-            first.storing = True  # until all layers have these rows
-        first.storing, self.text = interrupted, text
+            self.guard.changing = True  # until all layers have these rows
+        self.guard.changing, self.text = interrupted, text
         self.positions.select(indices)
 
     def reorder_cache(self, beam_idx: Any) -> None:
@@ -458,7 +444,8 @@ class LowBitCache(Cache, PushToHubMixin):
                 self.layers[index] = new[index]
         super().reset()
         self._overrun.forget()
-        self.ledger, self.text, self._warned = Ledger(), None, False
+        self.guard.forget()
+        self.text, self._warned = None, False
         if self.read_lengths is not None:
             self.read_lengths.forget()
         self.positions = ModelPositions()
@@ -518,6 +505,8 @@ class LowBitCache(Cache, PushToHubMixin):
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
+        for packed in new.packed_layers:
+            packed.guard = new.guard
         if config is self.config:
             del memo[id(self.config)]  # what else is copied along is not ours to share
         return new
@@ -584,15 +573,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def _check_whole(self) -> None:
         """Raise if the last forward pass was interrupted, i.e. stored its tokens only in some layers."""
-        packed = self.packed_layers
-        if any(layer.storing for layer in packed):
-            raise RuntimeError(INTERRUPTED.format("a layer had begun to store or drop tokens, or to choose rows"))
-        sliding = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, SLIDING)}
-        if len(sliding | {layer.length.at_least for layer in packed}) == 1:
-            return
-        seen = sliding | {layer.length.ask() for layer in packed}  # may wait after compiled steps
-        if len(seen) > 1:
-            raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
+        self.guard.check_whole(self)
 
     def _look_at_model(self, tokens: int) -> None:
         """A pass begins. Remember the model that fills an empty cache; raise if it is another one by the time that a prompt
@@ -630,10 +611,6 @@ class LowBitCache(Cache, PushToHubMixin):
         """A recurrent layer begins a pass. Raises if it, or the first packed layer, has not had all tokens of the last
         pass."""
         if torch.compiler.is_compiling():
-            self.ledger = None
-            return
-        if self.ledger is None:
-            self.ledger = Ledger(empty=False)
-        in_front, taken = layer_idx < self._first_packed_index, self._first_packed_layer.taken
-        if state_idx == 0 and not self.ledger.begins(layer_idx, in_front, taken):
-            raise RuntimeError(INTERRUPTED.format(f"layer {layer_idx} and others have not read the same tokens"))
+            self.guard.uncounted()
+        elif state_idx == 0:
+            self.guard.begin_recurrent(layer_idx)

@@ -22,7 +22,7 @@ from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .filled_by import FilledBy, another_model
 from .implementation import ATTENTION_NAME, PACKED, refuse_backward
 from .layer_view import LayerView
-from .pass_checks import another_text, cut_prompt, padded_prompt, same_text_again
+from .pass_guard import PassGuard
 from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
 
@@ -105,6 +105,7 @@ class LowBitLayer(CacheLayerMixin):
         self.why_not_compiled = why_gpu_launches_nothing() if self.length.fixed else None
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
+        self.guard = PassGuard()  # a cache's layers have its own
         self._forget()
 
     # ---- methods that transformers calls --------------------------------------------------------------------------
@@ -240,7 +241,6 @@ class LowBitLayer(CacheLayerMixin):
         self._shorten(self._padding.real_among_last(count, end), count)
         self._padding.cut(end - count)
         self.length.set(end - count)
-        self.taken -= count
 
     def _shorten(self, tokens: int | torch.Tensor, most: int) -> None:
         """Remove each row's newest `tokens` stored tokens, a number or int32 `[B, 1]`, of no row more than `most`."""
@@ -286,7 +286,7 @@ class LowBitLayer(CacheLayerMixin):
             try:
                 self.store.select_rows(indices.to(self.device))
             except torch.OutOfMemoryError:
-                self.storing |= self.length.fixed  # written in place; a growing store is unchanged
+                self.guard.changing |= self.length.fixed  # written in place; a growing store is unchanged
                 raise
             self.batch_size, self._padding = self.store.batch_size, padding
 
@@ -299,7 +299,7 @@ class LowBitLayer(CacheLayerMixin):
         new = memo[id(self)] = type(self).__new__(type(self))
         # all other attributes are never changed, only replaced
         new.__dict__.update(self.__dict__)
-        new.store, new.length = contents
+        new.store, new.length, new.guard = *contents, copy.deepcopy(self.guard)
         new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
         new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
         return new
@@ -320,24 +320,9 @@ class LowBitLayer(CacheLayerMixin):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def check_positions(self, chunk: torch.Tensor, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """Raise `ValueError` if a chunk belongs to a prompt that is not longer than what is stored (see `cut_prompt` and
-        `padded_prompt`). Waits for the device, once a pass.
-
-        Args:
-            chunk: queries `[B, Hq, S, D]`. position_ids: what the model hands to its layers. mask: the chunk's padding.
-        """
-        tokens = chunk.shape[2]
-        if not self.first_packed or tokens == 1 or torch.compiler.is_compiling() or self.length.at_least == 0:
-            return
-        if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != tokens:
-            return
-        seen = self.length.at_least
-        if mask is None and (whole := cut_prompt(position_ids, seen)) is not None and not self._holds_padded_rows():
-            raise ValueError(another_text(whole, seen))
-        if tokens >= seen and (mask is None or mask.dim() == 2):
-            assert self.store is not None
-            if padded_prompt(position_ids, mask, self.store.state.length[:, 0]):
-                raise ValueError((another_text if tokens == seen else same_text_again)(tokens, seen))
+        """`PassGuard.check_text`, once a pass. chunk: queries `[B, Hq, S, D]`."""
+        if self.first_packed and not torch.compiler.is_compiling():
+            self.guard.check_text(self, chunk.shape[2], position_ids, mask)
 
     def check_module(self, module: torch.nn.Module, tokens: int) -> None:
         """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and
@@ -372,7 +357,7 @@ class LowBitLayer(CacheLayerMixin):
             out = self.model_side.outputs(ops.step(chunk, store, self.backend))
         if not compiling:
             self._note_tail(tokens, chunk.mask)
-            self.storing = False
+            self.guard.end()
         return out
 
     _step_uncompiled = torch.compiler.disable(step)
@@ -402,7 +387,7 @@ class LowBitLayer(CacheLayerMixin):
             out = plain_attention(chunk.queries, chunk.k, chunk.v, allowed, chunk.scaling, chunk.softcap, chunk.sinks)
         ops.append(chunk._replace(q=None), store, self.backend)
         self._note_tail(chunk.tokens, chunk.mask)
-        self.storing = False
+        self.guard.end()
         return out
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
@@ -419,16 +404,12 @@ class LowBitLayer(CacheLayerMixin):
             )
         ops.append(Chunk(None, key_states.detach(), value_states.detach()), store, self.backend)
         self._note_tail(key_states.shape[2], None)
-        self.storing = False
+        self.guard.end()
         return out
 
     def _forget(self) -> None:
         # "packed" (our attention) or "dense" (any other) since the last reset
         self._mode: str | None = None
-        # tokens of eager passes
-        self.taken = 0
-        # an eager pass sets this while it stores tokens. If the next pass finds it set, the pass before was interrupted
-        self.storing = False
         # at least this many of every row's newest tokens are not packed yet
         self._in_tail = 0
         self._padding = Padding()
@@ -446,7 +427,6 @@ class LowBitLayer(CacheLayerMixin):
 
     def advance(self) -> None:
         """Count a token in Python that a replayed step has stored. The replay itself counts on the device."""
-        self.taken += 1
         self.length.at_least += 1
         self._in_tail = min(self._in_tail + 1, self.spec.residual)
 
@@ -455,8 +435,8 @@ class LowBitLayer(CacheLayerMixin):
         self.length.add(tokens)
         if torch.compiler.is_compiling():
             return
-        self._mode, self.storing = mode, True
-        self.taken += tokens
+        self._mode, self.guard.changing = mode, True
+        self.guard.passes += self.first_packed
         self.store.reserve(self.length.at_least)
 
     def snapshot(self) -> Progress:
@@ -509,14 +489,14 @@ class LowBitLayer(CacheLayerMixin):
                 raise ValueError(
                     f"{name} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
                 )
-        if self._mode not in (None, mode) and (mode == "packed" or self._holds_padded_rows()):
+        if self._mode not in (None, mode) and (mode == "packed" or self.holds_padded_rows()):
             raise ValueError(
                 f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "
                 f"{'padded rows stored under lowbit_kv' if mode == 'dense' else 'tokens stored under another one'}: "
                 "reset() it first"
             )
 
-    def _holds_padded_rows(self) -> bool:
+    def holds_padded_rows(self) -> bool:
         """Whether a row has fewer tokens than positions: our attention implementation does not store padding, but the
         masks of other implementations count it. Waits for the device."""
         return bool((self.store.state.length != int(self.get_seq_length())).any())

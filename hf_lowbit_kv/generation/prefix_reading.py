@@ -80,7 +80,7 @@ class PrefixCall:
         unread = self.mask.bool() & (column >= padding + tokens)
         for layer in self.cache.packed_layers:
             layer.length.set(begin)
-            layer.taken, layer._in_tail = begin, 0
+            layer._in_tail = 0
             layer.set_stored_positions(unread[:, :begin])  # the mask of the reader
         reader = Reader(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
         reader.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)

@@ -266,7 +266,7 @@ def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> A
         setattr(cache.layers[index], name, getattr(cache.layers[index], name) + count)
     for layer in cache.packed_layers:
         layer.advance()
-    cache.ledger = None  # passes were not counted
+    cache.guard.uncounted()
     leaves = [
         cache if leaf is _CACHE else leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
         for leaf in recording.outputs

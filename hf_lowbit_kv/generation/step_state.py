@@ -53,9 +53,8 @@ def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str 
 
 
 def saved(cache: Any) -> tuple[list[dict[str, Any]], Any]:
-    return [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers], copy.deepcopy(
-        cache.ledger
-    )
+    layers = [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers]
+    return layers, {name: _copied(value) for name, value in vars(cache.guard).items()}
 
 
 def _copied(value: Any) -> Any:
@@ -64,7 +63,8 @@ def _copied(value: Any) -> Any:
 
 
 def restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
-    layers, cache.ledger = state
+    layers, guard = state
+    vars(cache.guard).update(guard)
     for layer, attributes in zip(cache.layers, layers, strict=True):
         vars(layer).clear()
         vars(layer).update(attributes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.pass_checks import another_text
+from ..cache.pass_guard import another_text
 
 #: sums of an embedding; how much two may differ, relative to their root mean square
 SUMS, TOLERANCE = 4, 1e-3

@@ -13,7 +13,8 @@ import torch
 from ..backends import operations as ops
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.pass_checks import Ledger, OverrunWatch
+from ..cache.overrun import OverrunWatch
+from ..cache.pass_guard import PassGuard
 from ..cache.token_counts import Length
 from ..storage.paged_store import PagedStore
 from ..storage.step import Chunk
@@ -63,7 +64,6 @@ class PooledLayer(LowBitLayer):
     def begin(self, length: int) -> None:
         """A pass over rows of `length` tokens begins, no matter how the last one ended."""
         self.length.set(length)
-        self.taken, self.storing = length, False
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Does nothing: rows of a pool are not cropped, so their padding need not be remembered."""
@@ -92,7 +92,9 @@ class PooledCache(LowBitCache):
             PooledLayer(layer, store, pool.max_length)
             for layer, store in zip(template.packed_layers, stores, strict=True)
         ]
-        self._overrun, self.ledger = OverrunWatch(), Ledger()
+        self._overrun, self.guard = OverrunWatch(), PassGuard()
+        for layer in self.layers:
+            layer.guard = self.guard
 
     def place(self, slot: int) -> None:
         """Use the rows from this slot on."""
@@ -107,7 +109,7 @@ class PooledCache(LowBitCache):
 
     def begin(self, length: int) -> None:
         """A pass over rows of `length` tokens begins. If rows differ in length, any length will do."""
-        self.ledger = Ledger()
+        self.guard.forget()
         for layer in self.layers:
             layer.begin(length)
 

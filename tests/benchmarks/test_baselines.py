@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from cases import tiny_models
@@ -13,8 +11,9 @@ from sign_format import registries  # noqa: F401  (a fixture)
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import baselines, studies
-from hf_lowbit_kv.eval.benchmarks.baseline_formats import Clipped, Quest
+from hf_lowbit_kv.eval.benchmarks import baselines
+from hf_lowbit_kv.eval.benchmarks.baselines import Clipped, Quest
+from hf_lowbit_kv.eval.perplexity import score
 from hf_lowbit_kv.formats.static import ERROR
 from hf_lowbit_kv.storage.transforms import hadamard
 
@@ -171,26 +170,22 @@ def test_what_is_not_offered(make):
         make()
 
 
-def test_a_run_puts_them_beside_presets(model):
-    rows = baselines.run(
-        ["wush-4", "wush-2", "oscar-2"], ["kivi-4-sink"], [TEXT], [OTHER.content], model, Numbers(), 600, 300, samples=2,
-        progress=False,
-    )  # fmt: skip
-    found = {row["preset"]: row for row in rows}
-    assert list(found) == ["wush-4", "wush-2", "oscar-2", "kivi-4-sink"]
-    assert found["wush-2"]["bits_of_page"] == 2.25
-    assert found["oscar-2"]["bits_of_page"] == 2.5
-    assert 0 < found["wush-4"]["kl"] < found["wush-2"]["kl"]
-    # 32 sink and 184 newest tokens of 600 are in 16 bits, though this model is in float32
-    spec = lb.get_preset("kivi-4-sink").spec()
-    assert found["kivi-4-sink"]["bits_per_value"] == spec.bits_per_value(600, 64)
-    assert found["kivi-4-sink"]["bits_per_value_32k"] == spec.bits_per_value(32768, 64)
-    assert found["wush-4"]["bits_per_value"] < 16
+def test_calibrated_baselines_are_measured_like_presets(model):
+    names = ["wush-4", "wush-2", "oscar-2"]
+    factories = baselines.calibrated(model, Numbers(), [OTHER.content], names, samples=2, progress=False)
+    assert {name: baselines.bits_of_page(make()) for name, make in factories.items()} == {
+        "wush-4": 4.25,
+        "wush-2": 2.25,
+        "oscar-2": 2.5,
+    }
+    measured = score(factories, [TEXT], model, Numbers(), 600, 300, parallel=True, progress=False)
+    kl = {name: scores.means()["kl"] for name, (scores,) in measured.items()}
+    assert 0 < kl["wush-4"] < kl["wush-2"]
 
 
 def test_names_are_checked_first(model):
     with pytest.raises(ValueError, match=r"baseline='wush' is not known; allowed: wush-2"):
-        baselines.run(["wush"], [], [TEXT], [OTHER.content], model, Numbers())
+        baselines.calibrated(model, Numbers(), [OTHER.content], ["wush"])
 
 
 def test_a_model_without_output_projection_is_named(model):
@@ -203,15 +198,3 @@ def test_latents_are_refused():
     model = tiny_latent_models("deepseek_v3")[0]
     with pytest.raises(ValueError, match="layer 0 stores a latent: these baselines are not defined for it"):
         baselines.read_moments(model, [torch.arange(40)])
-
-
-def test_json_of_the_command(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(studies, "load", lambda *names: (model, Numbers()))
-    paths = [tmp_path / "measured.txt", tmp_path / "other.txt"]
-    for path, text in zip(paths, (TEXT, OTHER)):
-        path.write_text(text.content)
-    options = ["--text", str(paths[0]), "--calibration-text", str(paths[1]), "--samples", "2", "--context", "600"]
-    with pytest.raises(SystemExit):
-        studies.main(["baselines", "-b", "oscar-2", "-p", "kv8", "--from", "300", "--json", *options])
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["preset"] for row in rows] == ["oscar-2", "kv8"]

@@ -16,16 +16,22 @@ from hf_lowbit_kv.eval import provenance
 from hf_lowbit_kv.eval.benchmarks import (
     bench_decode,
     bench_memory,
-    bench_prefill,
     bench_prompt,
-    kernels_ahead,
+    other_tree,
     packed_layer,
     peers,
     timing,
 )
-from hf_lowbit_kv.eval.benchmarks.decode_shapes import SHAPES, Shape, matrix
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
-from hf_lowbit_kv.eval.benchmarks.packed_layer import append_fault, attend_error, build, step_fault
+from hf_lowbit_kv.eval.benchmarks.packed_layer import (
+    SHAPES,
+    Shape,
+    append_fault,
+    attend_error,
+    build,
+    matrix,
+    step_fault,
+)
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import LayerSpec
@@ -222,8 +228,8 @@ def test_kernels_of_a_cell_are_known_before_it_is_measured(monkeypatch):
     case = build(Shape("tiny", 1, 4, 1, 300), spec, 64, 1, torch.float16, CPU)
     monkeypatch.setattr(modules, "properties", lambda device: SimpleNamespace(**H200))
     monkeypatch.setattr(decode_kernel, "properties", modules.properties)
-    monkeypatch.setattr(kernels_ahead.nvrtc, "_bindings", lambda: pytest.fail("nothing is compiled"))
-    wanted = kernels_ahead.wanted_by(case, None, "cuda")
+    monkeypatch.setattr(other_tree.nvrtc, "_bindings", lambda: pytest.fail("nothing is compiled"))
+    wanted = other_tree.wanted_by(case, None, "cuda")
     macros = [dict(each.defines) for each in wanted]
     assert [each.file for each in wanted] == ["attend.cu", "attend.cu", "attend.cu", "append.cu"]
     assert [(of["FUSED"], of["ORDERED"]) for of in macros[:3]] == [("0", "0"), ("0", "1"), ("1", "0")]
@@ -293,10 +299,10 @@ def test_an_installed_package_records_nothing_unless_asked(tmp_path, monkeypatch
     assert provenance.commit() == "unknown"
 
 
-def test_bench_prefill(tmp_path):
+def test_bench_prompt_attention(tmp_path):
     out = tmp_path / "prefill.jsonl"
     app = typer.Typer()
-    app.command()(bench_prefill.main)
+    app.command()(bench_prompt.time_attention)
     arguments = ["--device", "cpu", "--dtype", "float32", "--head-dim", "64", "--rounds", "1", "--out", str(out)]
     arguments += [
         "--history",
@@ -322,7 +328,7 @@ def test_bench_prefill(tmp_path):
 def test_bench_prompt(tmp_path):
     out = tmp_path / "prompt.jsonl"
     app = typer.Typer()
-    app.command()(bench_prompt.main)
+    app.command()(bench_prompt.time_models)
     small = ["--device", "cpu", "--tiny", "--rounds", "1", "--tokens", "300", "--chunk", "128", "--out", str(out)]
     done = CliRunner().invoke(app, [*small, "--preset", "kivi-2", "--preset", "vecinfer-2", "--commit", "abc"])
     assert done.exit_code == 0, done.output

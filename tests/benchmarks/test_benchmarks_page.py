@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from hf_lowbit_kv.eval.benchmarks import decode_shapes
-from hf_lowbit_kv.eval.benchmarks.tables import benchmarks_page
+from hf_lowbit_kv.eval.benchmarks import packed_layer
+from hf_lowbit_kv.eval.benchmarks.benchmarks_page import benchmarks_page
 
 
 def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(tmp_path):
@@ -58,7 +58,7 @@ def test_steps_of_all_shapes_have_a_table(tmp_path):
 
 
 def test_shapes_in_words():
-    words = {name: shape.words() for name, shape in decode_shapes.SHAPES.items()}
+    words = {name: shape.words() for name, shape in packed_layer.SHAPES.items()}
     assert len(set(words.values())) == len(words)
     assert words["gqa_b1_128k"] == "batch 1, 128k tokens"
     assert words["ragged_b64_512_8k"] == "batch 64, 512 to 8k tokens"

@@ -14,7 +14,7 @@ from cases import tiny_models
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import chunked_prompt
+from hf_lowbit_kv.eval.benchmarks import bench_prompt
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.perplexity import chunk_bounds
 from hf_lowbit_kv.eval.provenance import RESULTS
@@ -39,11 +39,11 @@ class Letters:
 def texts():
     """Two of random letters."""
     letters = torch.randint(32, 127, (2, PROMPT + BEHIND)).tolist()
-    return [chunked_prompt.Text(str(number), "".join(map(chr, row))) for number, row in enumerate(letters)]
+    return [bench_prompt.Text(str(number), "".join(map(chr, row))) for number, row in enumerate(letters)]
 
 
 def measured(model, *presets, chunks=(128, 512, 0)):
-    records = chunked_prompt.measure_kl(model, Letters(), presets, texts(), PROMPT, BEHIND, chunks)
+    records = bench_prompt.measure_kl(model, Letters(), presets, texts(), PROMPT, BEHIND, chunks)
     return {(record["preset"], record["chunk"]): record for record in records}
 
 
@@ -69,7 +69,7 @@ def test_tokens_behind_the_prompt_are_decoded(model, chunk):
     """Their logits are those of one token at a time, after `lb.generate`'s own way of reading a prompt."""
     ids = torch.randint(3, 160, (1, 700))
     packs = chunk_bounds(lb.get_preset("kivi-2-sink").spec(), 700, 128)
-    got = chunked_prompt.logits_behind(model, lb.from_preset("kivi-2-sink", model), ids, 400, chunk, packs)
+    got = bench_prompt.logits_behind(model, lb.from_preset("kivi-2-sink", model), ids, 400, chunk, packs)
     out = lb.generate(
         *(model, ids[:, :400], "kivi-2-sink", 1),
         max_cache_len=700,
@@ -93,12 +93,12 @@ def test_tokens_behind_the_prompt_are_decoded(model, chunk):
     ],
 )
 def test_pieces(prompt, length, chunk, packs, want):
-    assert [*chunked_prompt.pieces(prompt, length, chunk, packs)] == [*itertools.pairwise(want)]
+    assert [*bench_prompt.pieces(prompt, length, chunk, packs)] == [*itertools.pairwise(want)]
 
 
 def test_memory_in_a_dry_run(tmp_path):
     app, out = typer.Typer(), tmp_path / "chunked.jsonl"
-    app.command()(chunked_prompt.main)
+    app.command()(bench_prompt.compare_chunks)
     arguments = ["--memory", "--tiny", "--device", "cpu", "--tokens", "300", "--chunk", "128", "--chunk", "0"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert done.exit_code == 0, done.output

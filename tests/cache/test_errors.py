@@ -10,11 +10,11 @@ import pickle
 import pytest
 import torch
 from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, tiny_models
+from tiny_architectures import tiny_model
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.eval.benchmarks.tiny_architectures import tiny_model
 from hf_lowbit_kv.storage.transforms import Hadamard
 
 pytestmark = pytest.mark.host

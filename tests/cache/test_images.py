@@ -8,12 +8,12 @@ import pytest
 import torch
 import transformers
 from cases import left_padded
+from tiny_vision import IMAGE_TOKEN, prompt_with_image, tiny_vision_model
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.implementation import selected
-from hf_lowbit_kv.eval.benchmarks.tiny_vision import IMAGE_TOKEN, prompt_with_image, tiny_vision_model
 
 pytestmark = pytest.mark.host
 SMALL = {"page_size": 32, "residual": 32, "backend": "torch"}

@@ -9,11 +9,11 @@ import json
 import pytest
 import torch
 from chat_cases import tokenizer_of, words
+from tiny_vision import IMAGE_TOKEN, tiny_vision_model
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
 from hf_lowbit_kv.cache.cache_argument import NAME, as_argument, cache_in
-from hf_lowbit_kv.eval.benchmarks.tiny_vision import IMAGE_TOKEN, tiny_vision_model
 
 NAMES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
 #: positions in three dimensions, and recurrent layers

@@ -9,7 +9,7 @@ import torch
 from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.pass_checks import OverrunError
+from hf_lowbit_kv.cache.overrun import OverrunError
 from hf_lowbit_kv.cache.token_counts import FixedLength
 
 LOST = r"max_cache_len=100 was too small: (\d+) tokens of a row .* are lost"

@@ -68,20 +68,25 @@ def test_the_short_answer_names_the_smallest():
     assert bits(SHORT_ANSWER["the least memory without calibration"][0]) == min(map(bits, plain))
 
 
-def test_contributing_lists_every_module():
+def test_contributing_lists_every_folder():
+    """And files that exist. What each file is for, it says itself."""
     text = page("CONTRIBUTING.md")
     section = text[text.index("## Where things are") : text.index("\nFolders import each other")]
     listed = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", section)
-    files = {name for name in listed if name.endswith(".py")}
     package = ROOT / "hf_lowbit_kv"
     modules = {path.name for path in (*package.rglob("[!_]*.py"), *ROOT.glob("*.py"))}
-    formats = {path.name for path in (package / "formats").glob("*.py")}  # "a file for each format"
-    assert sorted(files - modules) == [], "files that are listed and do not exist"
-    assert sorted(modules - formats - files) == [], "modules that are not listed"
+    assert sorted({name for name in listed if name.endswith(".py")} - modules) == [], "files that do not exist"
     folders = {path.name for path in package.iterdir() if path.is_dir() and path.name[0] != "_"}
     assert sorted(folders - {name[:-1] for name in listed}) == [], "folders that are not listed"
     assert all((ROOT / name).is_dir() or (package / name).is_dir() for name in listed if name.endswith("/"))
     assert len(listed) == len(set(listed))
+
+
+def test_every_file_says_what_it_is_for():
+    for folder in ("hf_lowbit_kv", "triton_kernels", "eval"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert not text.strip() or re.match(r'r?"""\S[^"]{10,}', text), f"{path} does not begin with a sentence on itself"
 
 
 @pytest.mark.parametrize("document", ["docs/dev/recording.md"])

@@ -6,9 +6,8 @@ import copy
 
 import torch
 from cases import tiny_models
+from tiny_architectures import tiny_configuration
 from transformers import AutoModelForCausalLM
-
-from hf_lowbit_kv.eval.benchmarks.tiny_architectures import tiny_configuration
 
 LIMIT = 100
 #: models that drop their cache at the limit

@@ -4,8 +4,7 @@ import re
 
 import pytest
 import transformers
-
-from hf_lowbit_kv.eval.benchmarks.model_table import (
+from models_page import (
     PAGE,
     ModelRow,
     VisionRow,
@@ -14,8 +13,8 @@ from hf_lowbit_kv.eval.benchmarks.model_table import (
     reason,
     render,
 )
-from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names
-from hf_lowbit_kv.eval.benchmarks.tiny_vision import ARCHITECTURES
+from tiny_architectures import names
+from tiny_vision import ARCHITECTURES
 
 TEXT = PAGE.read_text(encoding="utf-8")
 VERSION = re.search(r"architectures of transformers ([\d.]+) are served", TEXT)[1]

@@ -1,4 +1,4 @@
-"""Writes `docs/models.md`, the supported models: `python -m hf_lowbit_kv.eval.benchmarks.model_table` (about an hour on
+"""Writes `docs/models.md`, the supported models: `python tests/support/models_page.py` (about an hour on
 a CPU).
 
 For every decoder architecture of transformers, a small model with random weights writes after a prompt of 90 tokens: by
@@ -25,18 +25,18 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import transformers
 import typer
-from transformers import DynamicCache, LogitsProcessor
-
-import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
-from hf_lowbit_kv.eval.benchmarks.tiny_architectures import names, tiny_model
-from hf_lowbit_kv.eval.benchmarks.tiny_vision import (
+from tiny_architectures import names, tiny_model
+from tiny_vision import (
     ARCHITECTURES,
     IMAGE_TOKEN,
     prompt_with_image,
     tiny_vision_model,
 )
+from transformers import DynamicCache, LogitsProcessor
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.generation.fused_pieces import Piece
 from hf_lowbit_kv.generation.piece_finder import find_pieces
@@ -109,11 +109,11 @@ These models raise an error that says why, when their cache is made or in their 
 
 No small model of these could be made, or transformers' own cache does not run it:
 {untried}.
-`python -m hf_lowbit_kv.eval.benchmarks.model_table --only NAME` prints the reason.
+`python tests/support/models_page.py --only NAME` prints the reason.
 
 ## How this was tested
 
-`python -m hf_lowbit_kv.eval.benchmarks.model_table` wrote this page. It makes a small model of each architecture, with
+`python tests/support/models_page.py` wrote this page. It makes a small model of each architecture, with
 random weights and the real order of kinds of layers. Two rows, one of them padded, are read by `model.generate`, with all
 that a tokenizer or processor returns, and {new} tokens are written. That is done with a growing and with a preallocated
 cache without compression, by `lb.generate`, and under `lb.enable`. Logits must equal those with transformers' own cache, up

@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from tiny_architectures import CHANGES, SIZES, _is_computed, tiny_configuration
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
-
-from hf_lowbit_kv.eval.benchmarks.tiny_architectures import CHANGES, SIZES, _is_computed, tiny_configuration
 
 #: field of a vision tower's configuration -> its small value, if the tower has the field
 VISION_SIZES: dict[str, Any] = {

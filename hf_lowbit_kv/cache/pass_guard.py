@@ -1,0 +1,176 @@
+"""What the forward passes of a cache are checked for: interruption, and prompts of another text.
+
+A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer says when it
+begins to store its chunk, and when it has stored it (`PassGuard.end`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and read the text again"
+
+
+def another_text(tokens: int, seen: int) -> str:
+    """The message for a prompt of `tokens` tokens that is not longer than what the cache holds."""
+    return (
+        f"a prompt of {tokens} tokens came in, and the cache holds {seen} already: a prompt must be the whole text so far and "
+        "go on behind it. Call cache.reset() to begin another text; lb.generate without a cache begins one itself"
+    )
+
+
+def same_text_again(tokens: int, seen: int) -> str:
+    """The message for a text of `tokens` tokens that comes in whole, although the cache holds its beginning."""
+    return (
+        f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: with use_cache=False each step would "
+        "store the whole text again. If that comes from the checkpoint, set model.generation_config.use_cache = True, or pass "
+        "use_cache=True to generate"
+    )
+
+
+class PassGuard:
+    """Finds passes that left their tokens in some layers and not in others, and texts that do not continue the stored one.
+
+    Packed and sliding layers hold as many tokens as they have read. Recurrent layers hold a state, so their passes are
+    counted here, and compared with those of the first packed layer. Compiled and recorded passes are not counted. An
+    interruption inside the last layer goes unnoticed if that layer is recurrent.
+
+    Args:
+        first_packed: index of the cache's first packed layer. sliding: indices of its sliding layers.
+    """
+
+    def __init__(self, first_packed: int = 0, sliding: Sequence[int] = ()):
+        self.first_packed, self.sliding = first_packed, sliding
+        #: index of the first layer that counts tokens
+        self.starts_at = min([first_packed, *sliding])
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is stored, or no recurrent layer has read since the tokens were put here."""
+        #: whether a layer is storing or dropping tokens, or choosing rows. If a pass begins then, that was interrupted
+        self.changing = False
+        #: passes that have reached the first packed layer, and those that each recurrent layer has read
+        self.passes = 0
+        self.read: dict[int, int] = {}
+        #: whether all passes since `forget` were counted
+        self.counted = True
+
+    def uncounted(self) -> None:
+        """A pass was compiled or recorded."""
+        self.read, self.counted = {}, False
+
+    # ---- passes ---------------------------------------------------------------------------------------------------
+
+    def begin(self, cache: Any, tokens: int, arguments: Mapping[str, Any]) -> None:
+        """A pass begins.
+
+        Args:
+            tokens: of the chunk. arguments: what the model hands to its layers.
+
+        Raises:
+            RuntimeError: the last pass was interrupted.
+            ValueError: a model that runs with `use_cache=False` reads a text again whose beginning is stored. Waits for the
+                device. Some models always hand on that value, so it is no error by itself.
+        """
+        self.check_whole(cache)
+        seen, positions = cache.layers[self.first_packed].length.at_least, arguments.get("position_ids")
+        if arguments.get("use_cache") is not False or not isinstance(positions, torch.Tensor) or not 0 < seen < tokens:
+            return
+        if positions.shape[-1] == tokens and int(positions[..., 0].min()) == 0:
+            raise ValueError(same_text_again(tokens, seen))
+
+    def begin_recurrent(self, layer: int) -> None:
+        """A recurrent layer begins to read. Raises if it, or the first packed layer, has not read all earlier passes."""
+        in_front = layer < self.first_packed
+        before = self.passes if in_front else self.passes - 1
+        if self.read.get(layer, 0 if self.counted else before) != before:
+            raise RuntimeError(INTERRUPTED.format(f"layer {layer} and others have not read the same tokens"))
+        self.read[layer] = before + 1
+
+    def take_back(self, layer: int) -> None:
+        """Undo `begin_recurrent` of a layer before the first packed one: it did not read the pass's tokens."""
+        if self.read.get(layer) == self.passes + 1:
+            self.read[layer] = self.passes
+
+    def end(self) -> None:
+        """A layer has stored its chunk."""
+        self.changing = False
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Inside this context all layers drop tokens. If that ends in an exception, e.g. because memory runs out between two
+        layers, the next pass finds it."""
+        before, self.changing = self.changing, True
+        yield
+        self.changing = before
+
+    def check_whole(self, cache: Any) -> None:
+        """Raise if the last pass was interrupted, i.e. stored its tokens only in some layers."""
+        if self.changing:
+            raise RuntimeError(INTERRUPTED.format("a layer had begun to store or drop tokens, or to choose rows"))
+        sliding = {int(cache.layers[index].get_seq_length()) for index in self.sliding}
+        packed = [layer.length for layer in cache.packed_layers]
+        if len(sliding | {length.at_least for length in packed}) == 1:
+            return
+        seen = sliding | {length.ask() for length in packed}  # may wait after compiled steps
+        if len(seen) > 1:
+            raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
+
+    # ---- texts ----------------------------------------------------------------------------------------------------
+
+    def check_text(self, layer: Any, tokens: int, position_ids: Any, mask: torch.Tensor | None) -> None:
+        """Raise `ValueError` if a chunk belongs to a prompt that is not longer than what is stored. Waits for the device.
+
+        Args:
+            layer: the first packed layer. tokens: of the chunk. position_ids: what the model hands to its layers. mask: the
+                chunk's padding, bool `[B, S]`; `None`: it has none.
+        """
+        seen = layer.length.at_least
+        if tokens == 1 or seen == 0:
+            return
+        if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != tokens:
+            return
+        if mask is None and (whole := _cut_prompt(position_ids, seen)) is not None and not layer.holds_padded_rows():
+            raise ValueError(another_text(whole, seen))
+        if tokens < seen or (mask is not None and mask.dim() != 2):
+            return
+        if _is_padded_prompt(position_ids, mask, layer.store.state.length[:, 0]):
+            raise ValueError((another_text if tokens == seen else same_text_again)(tokens, seen))
+
+
+def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
+    """Length of a prompt that is not longer than what the cache holds, from the positions of the part that transformers'
+    `generate` reads of it. `None`: another chunk.
+
+    `generate` skips the tokens that the cache holds: of a prompt of `n` tokens it reads `ids[:, -(n - seen):]`. If `n` is
+    not more than `seen`, this slice has the last `2 n - seen` tokens, or all if both are equal. Their positions begin
+    with `seen - n` and end with `n - 1`. Those of a text that goes on begin with `seen`.
+
+    Args:
+        position_ids: `[B or 1, S]`, S of at least 2, of rows without padding.
+    """
+    tokens = position_ids.shape[1]
+    first, last = position_ids[0, :: tokens - 1].tolist()
+    whole = last + 1
+    return whole if (first, whole - first) == (seen - whole, tokens) else None
+
+
+def _is_padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
+    """Whether a chunk with at least as many columns as the cache has, perhaps some of them padding, is a prompt of its own.
+
+    `generate` reads such a prompt whole (see `_cut_prompt`), and counts the positions of a row from its first token on. In
+    a chunk that goes on they count what the row has stored, too. Rows without stored or new tokens are inconclusive.
+
+    Args:
+        position_ids: `[B or 1, S]`. mask: the chunk's padding, bool `[B, S]`; `None`: it has none. stored: tokens of each
+            row, int `[B]`.
+    """
+    if mask is None:
+        mask = torch.ones(1, position_ids.shape[1], dtype=torch.bool, device=position_ids.device)
+    new = mask.sum(1)
+    last = torch.where(mask, position_ids.to(mask.device), -1).amax(1)
+    return bool(((last == new - 1) & (new > 0) & (stored.to(mask.device) > 0)).any())
