@@ -45,7 +45,7 @@ from .own_layers import (
     own_layers,
     tensors_of,
 )
-from .packed_layers import packed_sides, stream_sizes
+from .packed_layers import packed_sides, readers, stream_sizes
 from .pass_checks import Ledger, OverrunError, OverrunWatch, check_use_cache
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 from .token_counts import Seen
@@ -163,6 +163,7 @@ class LowBitCache(Cache, PushToHubMixin):
             check_layer(index, specs[index], sizes[index], layer_tensors[index])
             heads, tensors = sizes[index].heads, layer_tensors[index]
             layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
+            layers[index].readers = readers(config, index)
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())

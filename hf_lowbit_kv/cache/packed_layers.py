@@ -33,6 +33,18 @@ def stream_sizes(config: PreTrainedConfig, sides: Mapping[int, ModelSide]) -> di
     return {index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()}
 
 
+def readers(config: PreTrainedConfig, index: int) -> tuple[int, int]:
+    """The first and the last layer that attends to the keys and values of a packed layer: mostly the layer itself. The last
+    `num_kv_shared_layers` layers attend to those of the last layer before them that is of their type (Gemma 3n and 4)."""
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    kinds = list(config.layer_types) if shared else []
+    first = len(kinds) - shared
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[index]]
+    if not shared or index != max((i for i in alike if i < first), default=None):
+        return index, index
+    return index, alike[-1]
+
+
 def packed_sizes(model: PreTrainedModel | PreTrainedConfig) -> dict[int, Any]:
     """The number of KV heads of each packed layer, and the sizes of their keys and values. Makes no cache.
 

@@ -63,21 +63,6 @@ def test_latent_attention_models():
         lb.from_preset("kivi-2", AutoConfig.for_model("deepseek_v3"))
 
 
-def test_layers_that_share_keys_and_values():
-    # Gemma 3n; only the configuration is read
-    config = AutoConfig.for_model("gemma3n_text", num_hidden_layers=10, num_kv_shared_layers=5)
-    config._attn_implementation = lb.ATTENTION_NAME
-    cache = lb.from_preset("kivi-2", config)
-    state = torch.zeros(1, config.num_key_value_heads, 1, config.head_dim)
-    with pytest.raises(ValueError, match=r"num_kv_shared_layers=5.*cannot serve.*set_attn_implementation\('sdpa'\)"):
-        cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
-    assert cache.get_seq_length() == 0
-    config._attn_implementation = "sdpa"
-    with pytest.warns(UserWarning, match="does not read packed pages"):
-        keys, _ = cache.update(state, state, cache.layers.index(cache.packed_layers[0]))
-    assert torch.equal(keys, state)
-
-
 def test_another_models_layer_count(model):
     cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
     for layers in (1, 3):
