@@ -105,6 +105,18 @@ FAMILIES = {
         "vocab_size_per_layer_input": 160,
         "hidden_size_per_layer_input": 16,
     },
+    # keys are wider than values
+    "mimo_v2_flash": {
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_key_value_heads": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "gpt_oss": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], **_EXPERTS},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **_DELTA, **_MANY_EXPERTS},
     "lfm2": {"hidden_size": 256, "layer_types": ["conv", "full_attention"]},
@@ -124,7 +136,7 @@ def tiny_models(family: str, **changes):
     """Two models with the same random weights: one with our attention, one with the host's."""
     torch.manual_seed(0)
     config = tiny_config(family, **changes)
-    host = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    host = "eager" if family in ("gemma2", "gpt_oss", "mimo_v2_flash") else "sdpa"
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation=host).eval()
     # random weights of the default size give nearly uniform logits; larger ones make greedy choices clear
     for name, parameter in theirs.named_parameters():
