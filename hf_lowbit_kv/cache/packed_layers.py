@@ -21,6 +21,11 @@ def packed_sides(
     """The model's side of each layer that is packed. layers: those that transformers itself would make."""
     special = absorbed_layers(model_or_config, config)
     packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
+    if not packed and getattr(config, "num_kv_shared_layers", None) == config.num_hidden_layers:
+        raise ValueError(
+            f"model_type={config.model_type!r} has no keys and values of its own: it attends to those of the model that it "
+            "assists"
+        )
     if not packed:
         raise ValueError(
             f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
