@@ -380,11 +380,11 @@ def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
     for layer in cache.packed_layers:
         if layer.spec.reading.name != "separate":
             raise ValueError(f"reading {layer.spec.reading.name!r} is not offered in one pass; use parallel=False")
-        layer.step = functools.partial(_step_of_text, layer, tuple(bounds))
+        layer.step = layer.attend = functools.partial(_step_of_text, layer, tuple(bounds))
 
 
 def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tensor:
-    """Replaces `LowBitLayer.step` for a whole text. Returns `[B, S, Hq, D]`."""
+    """Replaces `LowBitLayer.step` and `attend` for a whole text. Returns `[B, n, Hq, D]`."""
     if chunk.mask is not None:
         raise ValueError("padding is not offered in one pass; use parallel=False")
     spec, dtype, scaling, softcap, sinks = layer.spec, chunk.k.dtype, *chunk[4:7]
@@ -395,20 +395,23 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
     whole = slice(spec.sink, spec.sink + packed[-1])
     decoded_k = _decoded(spec.key_format, k[:, :, whole], spec.page_size, dtype, tensors["key_format"])
     decoded_v = _decoded(spec.value_format, v[:, :, whole], spec.page_size, dtype, tensors["value_format"])
-    position = torch.arange(k.shape[2], device=k.device)
+    position, before = torch.arange(k.shape[2], device=k.device), chunk.tokens_before
     blocks = []
-    for (low, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
+    for (start, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
+        if (low := max(start, before)) >= high:
+            continue
+        part = q[:, :, low - before : high - before]
         keys = _as_stored(k, decoded_k, spec.sink, seen, high)
         values = _as_stored(v, decoded_v, spec.sink, seen, high)
         allowed = position[:high] <= position[low:high, None]
         if softcap is None and sinks is None:
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(
-                q[:, :, low:high], keys, values, attn_mask=allowed, scale=scaling, enable_gqa=grouped
+                part, keys, values, attn_mask=allowed, scale=scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            lacking = None if mapped.lacking is None else mapped.lacking[:, :, low:high]
-            out = plain_attention(q[:, :, low:high], keys, values, allowed, scaling, softcap, sinks, lacking)
+            lacking = None if mapped.lacking is None else mapped.lacking[:, :, low - before : high - before]
+            out = plain_attention(part, keys, values, allowed, scaling, softcap, sinks, lacking)
         blocks.append(out)
     return restored(torch.cat(blocks, 1).to(chunk.queries.dtype), layer.store)
 

@@ -224,10 +224,9 @@ def read_moments(
         for index, layer in enumerate(cache.layers):
             if layer not in cache.packed_layers:
                 continue
-            if layer.spec.reading.name != "separate":
-                raise ValueError(
-                    f"layer {index} stores a {layer.spec.reading.name}: these baselines are not defined for it"
-                )
+            if layer.spec.reading.name != "separate" or layer.shares:
+                stored = "keys and values of several layers" if layer.shares else f"a {layer.spec.reading.name}"
+                raise ValueError(f"layer {index} stores {stored}: these baselines are not defined for it")
             layer.step = moments.setdefault(index, Moments()).step  # type: ignore[method-assign]
         with selected(model):
             model(window[None].to(model.device), **as_argument(cache), use_cache=True, logits_to_keep=1)

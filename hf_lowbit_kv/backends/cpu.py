@@ -44,14 +44,15 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     q, mask, softcap, sinks = chunk.queries.float(), chunk.mask, chunk.softcap, chunk.sinks
     tokens = q.shape[2]
     keys, values, valid = _gathered(chunk, store)
-    before = keys.shape[2] - tokens
+    stored, earlier = keys.shape[2] - chunk.tokens, chunk.tokens_before
+    before = stored + earlier
     block = QUERY_BLOCK
     if softcap is not None or sinks is not None:
         block = max(min(block, SCORES // (q.shape[0] * q.shape[1] * keys.shape[2])), 1)
     blocks = []
     for start in range(0, tokens, block):
         stop = min(start + block, tokens)
-        allowed = _allowed(start, stop, before, mask, valid)
+        allowed = _allowed(earlier + start, earlier + stop, stored, mask, valid)
         inputs = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
         lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
         blocks.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks, lacking).to(chunk.k.dtype))
@@ -87,7 +88,7 @@ def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | None:
     """The tokens to which query tokens `start` to `stop` of the chunk attend: bool `[B or 1, 1, stop - start, before +
     stop]`, stored tokens first; `None`: all tokens."""
-    if stop == 1 and mask is None and valid is None:
+    if stop == start + 1 and mask is None and valid is None:
         return None
     position = torch.arange(stop)
     chunk = (position <= position[start:, None])[None]

@@ -90,11 +90,19 @@ def _output(chunk: Chunk, spec: LayerSpec) -> torch.Tensor:
 
 
 def _attend_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    return operations.attend(chunk, store).contiguous()
+    return _with_all_queries(operations.attend, operations, chunk, store)
 
 
 def _step_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    return operations.step(chunk, store).contiguous()
+    return _with_all_queries(operations.step, operations, chunk, store)
+
+
+def _with_all_queries(work: Callable, operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    """The output of `attend` or `step`. A backend that needs a query for each token gets zeros for those that are missing."""
+    if operations.takes_few_queries or (before := chunk.tokens_before) == 0:
+        return work(chunk, store).contiguous()
+    filled = chunk._replace(q=torch.nn.functional.pad(chunk.queries, (0, 0, before, 0)))
+    return work(filled, store)[:, before:].contiguous()
 
 
 def _append_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> None:
@@ -122,7 +130,7 @@ def attend(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.attend` on the backend with this name."""
     if _watched(chunk.k):
         return _attend(chunk, store, backend)
-    return operations_of(backend, store.spec.reading.name).attend(chunk, store).contiguous()
+    return _attend_whole(operations_of(backend, store.spec.reading.name), chunk, store)
 
 
 def step(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
@@ -130,7 +138,7 @@ def step(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
     storing."""
     if _watched(chunk.k):
         return _step(chunk, store, backend)
-    return operations_of(backend, store.spec.reading.name).step(chunk, store).contiguous()
+    return _step_whole(operations_of(backend, store.spec.reading.name), chunk, store)
 
 
 def append(chunk: Chunk, store: LayerStore, backend: str) -> None:

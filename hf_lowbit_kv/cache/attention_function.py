@@ -48,22 +48,52 @@ def lowbit_attention(
         raise ValueError(NO_WEIGHTS)
     if not isinstance(key, LayerView):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
-    layer = key.layer
-    if getattr(attention_mask, _ALL_REAL, False):
-        attention_mask = None
-    layer.check_module(module, query.shape[2])
-    layer.check_positions(query, kwargs.get("position_ids"), attention_mask)
-    allowed = _allowed_in_prompt(module, key, attention_mask)
+    layer, (first, last) = key.layer, _readers(module, key)
+    if first:
+        mask, allowed = _masks_of_chunk(module, query, key, attention_mask, kwargs.get("position_ids"))
+    else:  # the model may have cut the mask to fewer queries
+        mask, allowed = (attention_mask, None) if key.key.shape[2] == 1 else layer.chunk_masks
+    if (reason := _why_not(module, key, mask, allowed is not None)) is not None:
+        raise ValueError(reason)
+    if first and not last and key.key.shape[2] > 1:
+        layer.chunk_masks = mask, allowed
+    sinks = None if s_aux is None else s_aux.detach()
+    # a layer that attends to another one's tokens may be on another device
+    q = query.detach().to(key.key.device)
+    chunk = Chunk(q, key.key.detach(), key.value.detach(), mask, scaling, softcap, sinks)
+    learns = s_aux if s_aux is not None and s_aux.requires_grad else query
+    if allowed is not None:
+        out = layer.read_prompt(chunk, allowed, stores=last)
+    else:
+        out = layer.step(chunk) if last else layer.attend(chunk)
+    return refuse_backward(out.to(query.device), learns), None
+
+
+def _readers(module: torch.nn.Module, view: LayerView) -> tuple[bool, bool]:
+    """Whether the attention module that runs is the first, and the last, that attends to the chunk of a packed layer."""
+    if not view.layer.shares:
+        return True, True
+    first, last = view.layer.readers  # type: ignore[misc]
+    index = getattr(module, "layer_idx", None)
+    return index == first, index == last
+
+
+def _masks_of_chunk(
+    module: torch.nn.Module, query: torch.Tensor, view: LayerView, mask: torch.Tensor | None, position_ids: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A chunk's padding, bool `[B, S]`, and which of its tokens attend to which, if attention is not causal. Checks that the
+    chunk belongs behind what is stored."""
+    if getattr(mask, _ALL_REAL, False):
+        mask = None
+    elif getattr(mask, _OF_KEYS, False):
+        mask = mask[:, 0, 0]  # type: ignore[index]
+    view.layer.check_module(module, query.shape[2])
+    view.layer.check_positions(query, position_ids, mask)
+    allowed = _allowed_in_prompt(module, view, mask)
     if allowed is not None:  # a token attends to itself unless it is padding
         real = allowed.diagonal(dim1=-2, dim2=-1)[:, 0].expand(query.shape[0], -1)
-        attention_mask = None if bool(real.all()) else real.contiguous()
-    if (reason := _why_not(module, key, attention_mask, allowed is not None)) is not None:
-        raise ValueError(reason)
-    sinks = None if s_aux is None else s_aux.detach()
-    chunk = Chunk(query.detach(), key.key.detach(), key.value.detach(), attention_mask, scaling, softcap, sinks)
-    learns = s_aux if s_aux is not None and s_aux.requires_grad else query
-    out = layer.step(chunk) if allowed is None else layer.read_prompt(chunk, allowed)
-    return refuse_backward(out, learns), None
+        mask = None if bool(real.all()) else real.contiguous()
+    return mask, allowed
 
 
 def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -85,6 +115,8 @@ def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Ten
 
 #: attribute of masks that `lowbit_mask` makes. Their diagonal tells padding, that of a user's mask may mean anything
 _MADE_HERE = "_lowbit_kv_mask"
+#: attribute of a chunk's padding as `[B, 1, 1, S]`, the form for models that cut masks to fewer queries
+_OF_KEYS = "_lowbit_kv_of_keys"
 #: attribute of masks that `lowbit_mask` makes of a chunk without padding
 _ALL_REAL = "_lowbit_kv_all_real"
 
@@ -117,6 +149,13 @@ def _why_not(
         return f"{type(module).__name__} attends in both directions (is_causal=False). {_FIRST_PROMPT}"
     if torch.compiler.is_compiling():
         return None
+    first, last = view.layer.readers or (-1, -1)
+    if getattr(module, "is_kv_shared_layer", False) and not first < module.layer_idx <= last:  # type: ignore[operator]
+        return (
+            f"{type(module).__name__} is not one of the layers that attend to the keys and values of layer {first} in the "
+            "model that the cache was made for. An assistant model that reads the model's keys and values is not supported; "
+            "use another one, or assisted decoding without a model (prompt_lookup_num_tokens)"
+        )
     if (reason := view.layer.model_side.why_not(module)) is not None:
         return reason
     running = getattr(getattr(module, "config", None), "num_hidden_layers", None)
@@ -165,7 +204,11 @@ def lowbit_mask(
     from .stored_masks import honour_mask
 
     mask_function = mask_function or causal_mask_function
-    if kv_length != q_length or not _is_causal_in_chunk(mask_function, q_length, kv_offset, kwargs):
+    cut = q_length > 1 and _cuts_masks(kwargs.get("config"))
+    of_others = cut and not (isinstance(kv_offset, Seen) or torch.compiler.is_compiling())
+    if cut:  # without a mask the queries that are left would count from the first key
+        kwargs["allow_is_causal_skip"] = False
+    if kv_length != q_length or of_others or not _is_causal_in_chunk(mask_function, q_length, kv_offset, kwargs):
         mask = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -191,10 +234,21 @@ def lowbit_mask(
             return None
         # `None` would show all stored positions where transformers passes this result to this function again
         chunk = torch.ones_like(chunk)
+        chunk = chunk[:, None, None] if cut else chunk
         setattr(chunk, _ALL_REAL, True)
         return chunk
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
-    return chunk.clone(memory_format=torch.contiguous_format)
+    chunk = chunk.clone(memory_format=torch.contiguous_format)
+    if cut:
+        chunk = chunk[:, None, None]
+        setattr(chunk, _OF_KEYS, True)
+    return chunk
+
+
+def _cuts_masks(config: Any) -> bool:
+    """Whether a model may cut the queries of a prompt, and with them masks `[B, 1, S or 1, n]`, to those whose logits are
+    kept (Gemma 4, in layers that attend to other layers' keys and values)."""
+    return bool(getattr(config, "num_kv_shared_layers", None))
 
 
 def _shows_all_before(mask_function: Callable) -> bool:

@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 
 class LayerView(NamedTuple):
     """The result of `update()`, for keys and for values, if our attention function is selected: the chunk, which is not
-    stored yet, and the layer. The attention function attends to the layer and stores the chunk in it."""
+    stored yet, and the layer. The attention function attends to the layer and stores the chunk in it. Some models hand it on to
+    later layers (Gemma 4); the last of them stores the chunk."""
 
     layer: LowBitLayer
     key: torch.Tensor
     value: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> LayerView:
+        """Itself: layers that attend to it bring their queries along, to the device that it is on."""
+        return self
 
     def __getattr__(self, name: str):
         # while a model is compiled, views without fields exist

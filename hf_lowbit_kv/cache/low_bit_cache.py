@@ -46,7 +46,7 @@ from .own_layers import (
     own_layers,
     tensors_of,
 )
-from .packed_layers import packed_sides, stream_sizes
+from .packed_layers import packed_sides, readers, stream_sizes
 from .pass_guard import PassGuard
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
 from .token_counts import Seen
@@ -162,6 +162,7 @@ class LowBitCache(Cache, PushToHubMixin):
             check_layer(index, specs[index], sizes[index], layer_tensors[index])
             heads, tensors = sizes[index].heads, layer_tensors[index]
             layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
+            layers[index].readers = readers(config, index)
         self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
         for index in packed:
             layers[index].guard = self.guard

@@ -78,6 +78,11 @@ class LowBitLayer(CacheLayerMixin):
     is_croppable = True
     #: whether it is the cache's first packed layer, which makes the checks that are needed once a pass
     first_packed = False
+    #: indices of the first and the last layer that attends to the tokens of a pass; `None`: this layer alone
+    readers: tuple[int, int] | None = None
+    #: of a chunk of several tokens that later layers attend to, too: its padding, and which tokens see which (see
+    #: `read_prompt`)
+    chunk_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     # `_forget` sets these and says what they count
     _in_tail: int
     filled_by: FilledBy | None
@@ -169,8 +174,13 @@ class LowBitLayer(CacheLayerMixin):
             return view, view
         return self._update_dense(key_states, value_states)
 
-    # a growing cache changes with its length, so in a compiled model this method, and `step`, run eagerly
+    # a growing cache changes with its length, so in a compiled model this method, and `_read`, run eagerly
     _update_uncompiled = torch.compiler.disable(update)
+
+    @property
+    def shares(self) -> bool:
+        """Whether later layers of the model attend to its keys and values, too."""
+        return self.readers is not None and self.readers[0] != self.readers[1]
 
     # transformers' layers have tensors of these names, which begin as `None`
     keys, values = _no_tensor("keys"), _no_tensor("values")
@@ -335,12 +345,21 @@ class LowBitLayer(CacheLayerMixin):
             raise ValueError(another_model(reason))
 
     def step(self, chunk: Chunk) -> torch.Tensor:
-        """Attend, then store (called by the attention function). Output `[B, S, Hq, D]`."""
+        """Attend, then store (called by the attention function). Output `[B, n, Hq, D]`."""
+        return self._read(chunk, stores=True)
+
+    def attend(self, chunk: Chunk) -> torch.Tensor:
+        """As `step`, but the chunk is not stored yet: a later layer of the model attends to it, too."""
+        return self._read(chunk, stores=False)
+
+    def _read(self, chunk: Chunk, stores: bool) -> torch.Tensor:
         if torch.compiler.is_compiling() and not self.length.fixed:
-            return self._step_uncompiled(chunk)
+            return self._read_uncompiled(chunk, stores)
         tokens, compiling = chunk.tokens, torch.compiler.is_compiling()
-        first = not compiling and self.length.at_least == 0
-        self._make_room(tokens, "packed")
+        seen = self.length.at_least
+        first = not compiling and seen == 0
+        if stores:
+            self._make_room(tokens, "packed")
         store = self.store
         assert store is not None
         if first and tokens > 1:
@@ -348,19 +367,19 @@ class LowBitLayer(CacheLayerMixin):
         if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
             # nothing is stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
             out = self.model_side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
-            ops.append(chunk._replace(q=None), store, self.backend)
+            if stores:
+                ops.append(chunk._replace(q=None), store, self.backend)
         else:
             if tokens > 1 and not compiling:  # in a decode step Python may not know the length (`_check_capacity`)
-                chunk = chunk._replace(seen=self.length.at_least - tokens)
+                chunk = chunk._replace(seen=seen)
             if (queries := self.model_side.queries(chunk.queries)) is not chunk.q:
                 chunk = chunk._replace(q=queries)
-            out = self.model_side.outputs(ops.step(chunk, store, self.backend))
-        if not compiling:
-            self._note_tail(tokens, chunk.mask)
-            self.guard.end()
+            out = self.model_side.outputs((ops.step if stores else ops.attend)(chunk, store, self.backend))
+        if stores and not compiling:
+            self._stored(tokens, chunk.mask)
         return out
 
-    _step_uncompiled = torch.compiler.disable(step)
+    _read_uncompiled = torch.compiler.disable(_read)
 
     def _expect_steps(self, chunk: Chunk) -> None:
         """Let the backend compile the kernels of the steps behind this first prompt while it is read."""
@@ -372,10 +391,16 @@ class LowBitLayer(CacheLayerMixin):
         direct = self.spec.reading.name == "separate"
         return direct and self.length.at_least == 0 and int(self.get_seq_length()) == 0
 
-    def read_prompt(self, chunk: Chunk, allowed: torch.Tensor) -> torch.Tensor:
+    def _stored(self, tokens: int, mask: torch.Tensor | None) -> None:
+        self._note_tail(tokens, mask)
+        self.chunk_masks = None, None
+        self.guard.end()
+
+    def read_prompt(self, chunk: Chunk, allowed: torch.Tensor, stores: bool = True) -> torch.Tensor:
         """As `step`, for a first prompt whose tokens attend to others as `allowed` says, bool `[B or 1, 1, S, S]`."""
-        self._make_room(chunk.tokens, "packed")
-        store = self.store
+        if stores:
+            self._make_room(chunk.tokens, "packed")
+        allowed, store = allowed[:, :, chunk.tokens_before :], self.store
         assert store is not None
         self._expect_steps(chunk)
         if chunk.softcap is None and chunk.sinks is None:
@@ -385,9 +410,9 @@ class LowBitLayer(CacheLayerMixin):
             ).transpose(1, 2)
         else:
             out = plain_attention(chunk.queries, chunk.k, chunk.v, allowed, chunk.scaling, chunk.softcap, chunk.sinks)
-        ops.append(chunk._replace(q=None), store, self.backend)
-        self._note_tail(chunk.tokens, chunk.mask)
-        self.guard.end()
+        if stores:
+            ops.append(chunk._replace(q=None), store, self.backend)
+            self._stored(chunk.tokens, chunk.mask)
         return out
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
@@ -413,6 +438,7 @@ class LowBitLayer(CacheLayerMixin):
         # at least this many of every row's newest tokens are not packed yet
         self._in_tail = 0
         self._padding = Padding()
+        self.chunk_masks = None, None
         # the model that computed these tokens, in the cache's first packed layer
         self.filled_by = None
 
@@ -473,13 +499,6 @@ class LowBitLayer(CacheLayerMixin):
         """Raise, before anything changes, if this layer cannot take a chunk of this many tokens (`None`: not known)
         with these properties (some of `_properties`)."""
         mode = self._current_mode()
-        if mode == "packed" and getattr(self.config, "num_kv_shared_layers", None):
-            raise ValueError(
-                f"model_type={self.config.model_type!r} has layers that attend to other layers' keys and values "
-                f"(num_kv_shared_layers={self.config.num_kv_shared_layers}), which attn_implementation={ATTENTION_NAME!r} "
-                "cannot serve. Use another implementation (model.set_attn_implementation('sdpa')); the cache then returns "
-                "dense tensors."
-            )
         if tokens is not None and not torch.compiler.is_compiling():
             self._check_capacity(tokens)
         if not self.is_initialized:

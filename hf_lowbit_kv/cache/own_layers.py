@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicSlidingWindowLayer,
@@ -39,6 +39,8 @@ class RecordableSlidingLayer(StaticSlidingWindowLayer):
 #: transformers' layers that count their tokens, and those that keep a state instead of tokens
 SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
 RECURRENT = LinearAttentionCacheLayerMixin
+#: layers that keep nothing: they attend to another layer's keys and values, or not at all. Before 5.24 there are none
+STORES_NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 
 @torch.inference_mode(False)  # their counters must be writable outside it

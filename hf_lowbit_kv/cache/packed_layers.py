@@ -21,6 +21,11 @@ def packed_sides(
     """The model's side of each layer that is packed. layers: those that transformers itself would make."""
     special = absorbed_layers(model_or_config, config)
     packed = [index for index, layer in enumerate(layers) if type(layer) in (DynamicLayer, StaticLayer)]
+    if not packed and getattr(config, "num_kv_shared_layers", None) == config.num_hidden_layers:
+        raise ValueError(
+            f"model_type={config.model_type!r} has no keys and values of its own: it attends to those of the model that it "
+            "assists"
+        )
     if not packed:
         raise ValueError(
             f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
@@ -31,6 +36,18 @@ def packed_sides(
 def stream_sizes(config: PreTrainedConfig, sides: Mapping[int, ModelSide]) -> dict[int, StreamSizes]:
     """KV heads and widths of each layer's streams; they may differ between layers (Gemma 4)."""
     return {index: side.sizes(config.per_layer_config[index]) for index, side in sides.items()}
+
+
+def readers(config: PreTrainedConfig, index: int) -> tuple[int, int]:
+    """The first and the last layer that attends to the keys and values of a packed layer: mostly the layer itself. The last
+    `num_kv_shared_layers` layers attend to those of the last layer before them that is of their type (Gemma 3n and 4)."""
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    kinds = list(config.layer_types) if shared else []
+    first = len(kinds) - shared
+    alike = [i for i, kind in enumerate(kinds) if kind == kinds[index]]
+    if not shared or index != max((i for i in alike if i < first), default=None):
+        return index, index
+    return index, alike[-1]
 
 
 def packed_sizes(model: PreTrainedModel | PreTrainedConfig) -> dict[int, Any]:

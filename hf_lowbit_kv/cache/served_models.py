@@ -77,6 +77,11 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     if cls is not None and not uses_attention_interface(cls):
         raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
     config = config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        raise ValueError(
+            f"model_type={config.model_type!r} with use_bidirectional_attention='all' attends in both directions, to tokens "
+            "that come later too; a cache of earlier tokens does not serve that"
+        )
     if getattr(config, "cross_attention_layers", None):
         raise ValueError(
             f"model_type={config.model_type!r} has cross-attention layers, whose keys the model itself reads from its cache"

@@ -83,31 +83,37 @@ def _watching(
                 f"layer {index} stores a {layer.spec.reading.name}, and attention weights are computed of keys and values "
                 "only: pass attention=False (--no-attention)"
             )
-        step = functools.partial(_step, functools.partial(see, index), grids)
-        layer.step = step  # type: ignore[method-assign]
+        layer.step = layer.attend = _Step(functools.partial(see, index), grids)  # type: ignore[method-assign]
     return cache
 
 
-def _step(
-    see: Callable[[tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid], chunk: Chunk
-) -> torch.Tensor:
-    """`LowBitLayer.step` for a whole window: `[1, S, Hq, Dv]`."""
-    scaling, softcap, sinks = chunk.scaling, chunk.softcap, chunk.sinks
-    see((chunk.k, chunk.v), weights_of(chunk.queries, chunk.k, grids, scaling, softcap, sinks))
-    return attend_in_full(chunk)
+class _Step:
+    """`LowBitLayer.step` and `attend` for a whole window: `[1, n, Hq, Dv]`. Of several layers that attend to the same
+    keys, the queries of the first count: the others may have the queries of the last tokens only."""
+
+    def __init__(self, see: Callable[[tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]):
+        self._see, self._grids, self._seen = see, grids, False
+
+    def __call__(self, chunk: Chunk) -> torch.Tensor:
+        if not self._seen:
+            self._seen = True
+            scaling, softcap, sinks = chunk.scaling, chunk.softcap, chunk.sinks
+            weights = weights_of(chunk.queries, chunk.k, self._grids, scaling, softcap, sinks)
+            self._see((chunk.k, chunk.v), weights)
+        return attend_in_full(chunk)
 
 
 def attend_in_full(chunk: Chunk) -> torch.Tensor:
-    """Causal attention of a whole window to itself, in full precision: `[1, S, Hq, Dv]`."""
+    """Causal attention of a whole window to itself, in full precision: `[1, n, Hq, Dv]`."""
     query, key, value, scaling = chunk.queries, chunk.k, chunk.v, chunk.scaling
     softcap, sinks = chunk.softcap, chunk.sinks
     if softcap is None and sinks is None:
         return causal_attention(query, key, value, scaling)
-    position = torch.arange(key.shape[2], device=key.device)
+    position, before = torch.arange(key.shape[2], device=key.device), chunk.tokens_before
     blocks = []
-    for low in range(0, key.shape[2], CHUNK):
+    for low in range(before, key.shape[2], CHUNK):
         high = min(low + CHUNK, key.shape[2])
         allowed = position[:high] <= position[low:high, None]
-        at = query[:, :, low:high], key[:, :, :high], value[:, :, :high]
+        at = query[:, :, low - before : high - before], key[:, :, :high], value[:, :, :high]
         blocks.append(plain_attention(*at, allowed, scaling, softcap, sinks))
     return torch.cat(blocks, 1)

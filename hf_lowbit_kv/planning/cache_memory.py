@@ -6,6 +6,7 @@ is allocated.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,8 +20,9 @@ from ..cache.key_biases import needs_small_biases
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
-from ..cache.own_layers import RECURRENT, own_layers, tensors_of
+from ..cache.own_layers import RECURRENT, STORES_NOTHING, own_layers, tensors_of
 from ..calibration.calibrators import calibrator_for
+from ..calibration_files.weight_sums import attention_modules
 from ..formats.records import size
 from ..presets import get_preset
 from ..storage.layer_spec import LayerSpec
@@ -53,6 +55,8 @@ class CacheMemory:
         kinds: Counter[Any] = Counter()
         self._counters: dict[Any, Callable[[int, int], int]] = {}
         for index, layer in enumerate(self.layers):
+            if isinstance(layer, STORES_NOTHING):
+                continue
             kind = self._recurrent(index) if isinstance(layer, RECURRENT) else self._kind(index, layer)
             kinds[kind] += 1
             self._counters.setdefault(kind, self._counter(kind, index))
@@ -83,12 +87,21 @@ class CacheMemory:
             )
         return RECURRENT, _recurrent_bytes(self.shape)[index]
 
+    @functools.cached_property
+    def _key_channels(self) -> dict[int, int]:
+        """Channels of all KV heads together, by layer, where the model has a projection of its own for keys."""
+        modules = attention_modules(self.shape.model, set(range(len(self.layers))))
+        projections = ((index, getattr(module, "k_proj", None)) for index, module in modules)
+        return {index: part.out_features for index, part in projections if isinstance(part, torch.nn.Linear)}
+
     def _widths(self, index: int) -> tuple[int, int, int]:
         """KV heads and widths of a layer's two streams."""
-        sizes = self.packed_sizes.get(index) or DIRECT.sizes(self.shape.config.per_layer_config[index])
-        heads, first, second = sizes
+        packed = self.packed_sizes.get(index)
+        heads, first, second = packed or DIRECT.sizes(self.shape.config.per_layer_config[index])
         if heads is None or first is None or second is None:
             raise ValueError(f"model={self.shape.name!r}: its configuration does not say what layer {index} stores")
+        if packed is None and (keys := self._key_channels.get(index)):
+            heads = keys // first  # sliding layers of MiMo-V2 have more heads than the configuration says
         return heads, first, second
 
 
@@ -190,6 +203,11 @@ def _recurrent_bytes(shape: Shape) -> dict[int, int]:
     return {index: sum(tensor.nbytes for tensor in tensors_of(layer)) for index, layer in enumerate(cache.layers)}
 
 
+def _largest(size: Any) -> int | None:
+    """A size of all layers, or the largest of a list with that of each layer (Gemma 3n)."""
+    return max(size) if isinstance(size, (list, tuple)) else size
+
+
 def chunk_bytes(shape: Shape, packed: bool) -> int:
     """Peak of temporary bytes while a chunk of `CHUNK` tokens is read. It is the larger of two: the MLP's activations;
     or, behind packed tokens, the buffer that attention unpacks into, with attention's inputs and outputs.
@@ -200,7 +218,9 @@ def chunk_bytes(shape: Shape, packed: bool) -> int:
     """
     config = shape.config
     hidden, itemsize = config.hidden_size, shape.dtype.itemsize
-    dense = getattr(config, "intermediate_size", None) or 4 * hidden
+    dense = _largest(getattr(config, "intermediate_size", None)) or 4 * hidden
+    if getattr(config, "use_double_wide_mlp", False) and getattr(config, "num_kv_shared_layers", 0):
+        dense *= 2  # in those layers (Gemma 4)
     experts = getattr(config, "num_experts_per_tok", None) or 0
     expert = getattr(config, "moe_intermediate_size", None) or dense
     widths = max(3 * dense, experts * (3 * expert + hidden))
@@ -208,7 +228,8 @@ def chunk_bytes(shape: Shape, packed: bool) -> int:
     if not packed:
         return activations
     heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or hidden // heads
+    # layers may differ (Gemma 4)
+    width = max(getattr(layer, "head_dim", None) or hidden // heads for layer in config.per_layer_config)
     # queries and output in the model's dtype, output and its log-sum-exp carried in float32
     attention = CHUNK * heads * (2 * width * itemsize + 4 * width + 4) + CHUNK * 4 * hidden * itemsize
     return max(activations, BUFFER_BYTES + attention)

@@ -10,6 +10,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
+from ..cache.own_layers import STORES_NOTHING
 from ..cache.served_models import longest_text
 from ..presets import DEFAULT_PRESET
 
@@ -35,7 +36,7 @@ def empty_caches(
         return from_preset(name, model, max_cache_len=tokens, **options)
 
     for index, layer in enumerate(make(1).layers):
-        if not isinstance(layer, LowBitLayer):
+        if not isinstance(layer, (LowBitLayer, *STORES_NOTHING)):
             raise ValueError(
                 f"layer {index} of {type(model).__name__} is not packed (its cache is a {type(layer).__name__}), and a pool of "
                 "rows has packed layers alone; use lb.generate"

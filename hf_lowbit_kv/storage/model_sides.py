@@ -60,13 +60,17 @@ class ModelSide(ABC):
 
     @abstractmethod
     def prompt(self, query: torch.Tensor, first: torch.Tensor, second: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Causal attention of a first prompt to itself: `[B, S, Hq, Dv]`."""
+        """Causal attention of a first prompt to itself, by the queries of its last n tokens: `[B, n, Hq, Dv]`."""
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """PyTorch's own kernels, over `[B, H, S, D]`: `[B, S, Hq, Dv]`."""
-    grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    """PyTorch's own kernels, over `[B, H, S, D]`: `[B, n, Hq, Dv]`. query: of the last n of the S tokens."""
+    grouped, queries, tokens = query.shape[1] != key.shape[1], query.shape[2], key.shape[2]
+    allowed = None
+    if 1 < queries < tokens:  # PyTorch would count the queries from the first token
+        allowed = torch.ones(queries, tokens, dtype=torch.bool, device=key.device).tril(tokens - queries)
+    causal = queries == tokens
+    out = F.scaled_dot_product_attention(query, key, value, allowed, 0.0, causal, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
@@ -84,7 +88,8 @@ class Direct(ModelSide):
         head_dim = getattr(config, "head_dim", None)
         if head_dim is None and hidden and heads:
             head_dim = hidden // heads
-        return StreamSizes(getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim)
+        kv_heads, head_dim_v = (getattr(config, name, None) for name in ("num_key_value_heads", "v_head_dim"))
+        return StreamSizes(kv_heads or heads, head_dim, head_dim_v or head_dim)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         return query

@@ -132,23 +132,26 @@ def as_made(keys: torch.Tensor, values: torch.Tensor, store: LayerStore) -> tupl
 class Reference(Operations):
     """Operations in plain PyTorch and float32."""
 
+    takes_few_queries = True
+
     def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         return restored(self._attend(transformed(chunk, store), store), store)
 
     def _attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """`attend` for a chunk that is already transformed."""
         (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), store.spec.reading, []
+        before = chunk.tokens_before
         for start in range(0, q.shape[2], QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, q.shape[2])
             lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
             softmax = _Softmax(q[:, :, start:stop], k.shape[1], chunk.scaling, chunk.softcap, lacking)
             for first, second, valid in history(store):
                 softmax.add(*reading.join(first, second), valid)
-            position = torch.arange(stop, device=q.device)
-            valid = (position <= position[start:, None]).expand(q.shape[0], -1, -1)
+            position = torch.arange(before + stop, device=q.device)
+            valid = (position <= position[before + start :, None]).expand(q.shape[0], -1, -1)
             if mask is not None:
-                valid = valid & mask[:, None, :stop]
-            softmax.add(*reading.join(k[:, :, :stop], v[:, :, :stop]), valid)
+                valid = valid & mask[:, None, : before + stop]
+            softmax.add(*reading.join(k[:, :, : before + stop], v[:, :, : before + stop]), valid)
             blocks.append(softmax.result(chunk.sinks).to(q.dtype))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
 

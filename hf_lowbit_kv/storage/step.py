@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
     """
 
     q: torch.Tensor | None
-    """`[B, Hq, S, head_dim]`; `None`: the tokens are stored alone"""
+    """`[B, Hq, n, head_dim]`, of the last n of the chunk's S tokens; `None`: the tokens are stored alone"""
     k: torch.Tensor
     """`[B, H, S, head_dim]`"""
     v: torch.Tensor
@@ -33,7 +33,7 @@ class Chunk(NamedTuple):
     seen: int | None = None
     """no row holds more tokens than this before the step, where Python knows it; changes no result"""
     lacking: torch.Tensor | None = None
-    """float32 `[B, Hq, S]`, added to all q.k of a query: what transformed keys lack (`Transform.lacking`). `None`:
+    """float32 `[B, Hq, n]`, added to all q.k of a query: what transformed keys lack (`Transform.lacking`). `None`:
     nothing, or it would not change the result"""
 
     @property
@@ -50,7 +50,12 @@ class Chunk(NamedTuple):
     @property
     def query_rows(self) -> int:
         """Query rows (query heads of a group times tokens) of one KV head."""
-        return self.queries.shape[1] // self.k.shape[1] * self.k.shape[2]
+        return self.queries.shape[1] // self.k.shape[1] * self.queries.shape[2]
+
+    @property
+    def tokens_before(self) -> int:
+        """How many of the new tokens come before the first query."""
+        return self.tokens - self.queries.shape[2]
 
     def rows(self, rows: slice) -> Chunk:
         """The chunk of some of the rows."""
@@ -70,12 +75,15 @@ class Operations(ABC):
     transforms.
     """
 
+    #: whether a chunk may have fewer queries than tokens. Others get queries of zeros for the tokens before
+    takes_few_queries: ClassVar[bool] = False
+
     @abstractmethod
     def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
         """Attention of a chunk's queries to all stored tokens and, causally, to the chunk itself. Changes nothing.
 
         Returns:
-            `[B, S, Hq, head_dim_v]` in q's dtype; zero for a row that attends to nothing.
+            `[B, n, Hq, head_dim_v]` in q's dtype; zero for a row that attends to nothing.
         """
 
     @abstractmethod

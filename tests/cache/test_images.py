@@ -14,11 +14,12 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.implementation import selected
+from hf_lowbit_kv.cache.transformers_release import RELEASE
 
 pytestmark = pytest.mark.host
 SMALL = {"page_size": 32, "residual": 32, "backend": "torch"}
 #: causal, with positions in three dimensions, with tokens of an image that see each other, and with a prefix that does
-NAMES = ["llava", "qwen2_vl", "gemma3", "paligemma"]
+NAMES = ["llava", "qwen2_vl", "gemma3", "gemma4", "paligemma"]
 
 
 OPTIONS = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
@@ -53,6 +54,8 @@ def _same(out, expected):
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_with_an_image(name, way):
     """The prompt has all that a processor returns."""
+    if name == "gemma4" and way != "lb.enable" and RELEASE < (5, 18):
+        pytest.skip("the host's own preallocated cache gives other logits than its growing one there")
     model = tiny_vision_model(name)
     prompt = prompt_with_image(model)
     tokens = 40 if way == "lb.enable" else 4

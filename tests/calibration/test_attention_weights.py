@@ -96,7 +96,7 @@ def plain_attention_kept():
     return seen
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "gemma4_text"])
 def test_a_model_hands_on_what_its_layers_get(family, plain_attention_kept):
     """Queries behind RoPE and norms, scaling, softcap and sinks are the model's; sliding layers are left out."""
     model = tiny_models(family)[0]

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from cases import tiny_models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowbit_kv as lb
@@ -122,6 +123,17 @@ def test_one_pass_is_the_cache_chunk_by_chunk(model, texts, batch):
             torch.testing.assert_close(at_once["kl"], chunked["kl"], rtol=0.02, atol=2e-6)
             torch.testing.assert_close(at_once["nll"], chunked["nll"], rtol=1e-3, atol=1e-4)
             assert torch.equal(at_once["position"], chunked["position"])
+
+
+def test_one_pass_over_layers_that_share_keys_and_values(texts):
+    """The last layers read only the tokens that are scored."""
+    model = tiny_models("gemma4_text", vocab_size=VOCABULARY, vocab_size_per_layer_input=VOCABULARY)[0]
+    factories = {name: functools.partial(lb.from_preset, name, model) for name in ("kivi-2", "kivi-2-hadamard-sink")}
+    common = (factories, texts[:1], model, Letters(), CONTEXT, START, 64)
+    chunked, at_once = (perplexity_score(*common, progress=False, batch=1, parallel=how) for how in (False, True))
+    for name in factories:
+        assert float(chunked[name][0]["kl"].mean()) > 1e-4
+        torch.testing.assert_close(at_once[name][0]["kl"], chunked[name][0]["kl"], rtol=0.02, atol=2e-5)
 
 
 def test_overrides_reach_the_cache(model, texts):

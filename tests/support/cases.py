@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.packed_layers import packed_sizes
 
 #: (key format, value format) pairs: every format on each side at least once
 FORMATS = [
@@ -92,6 +93,30 @@ FAMILIES = {
     "phi3": {"hidden_size": 256},  # phi3 has no head_dim of its own
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 64},
     "gemma3_text": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    # layers 2 to 4 attend to the keys and values of layers 0 and 1
+    "gemma4_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 3,
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "vocab_size_per_layer_input": 160,
+        "hidden_size_per_layer_input": 16,
+    },
+    # keys are wider than values
+    "mimo_v2_flash": {
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_key_value_heads": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "gpt_oss": {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], **_EXPERTS},
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], **_DELTA, **_MANY_EXPERTS},
     "lfm2": {"hidden_size": 256, "layer_types": ["conv", "full_attention"]},
@@ -111,7 +136,7 @@ def tiny_models(family: str, **changes):
     """Two models with the same random weights: one with our attention, one with the host's."""
     torch.manual_seed(0)
     config = tiny_config(family, **changes)
-    host = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    host = "eager" if family in ("gemma2", "gpt_oss", "mimo_v2_flash") else "sdpa"
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation=host).eval()
     # random weights of the default size give nearly uniform logits; larger ones make greedy choices clear
     for name, parameter in theirs.named_parameters():
@@ -135,11 +160,12 @@ def _random(name: str, shape, generator) -> torch.Tensor:
 
 def random_parameters(model, spec):
     """By layer, random tensors for what `spec` asks for; each layer and KV head has its own."""
-    config, gen = model.config, torch.Generator().manual_seed(7)
-    asked = spec.parameters(config.head_dim, config.head_dim, config.num_key_value_heads)
+    gen = torch.Generator().manual_seed(7)
     return {
-        layer: {name: _random(name, shape, gen).to(dtype) for name, shape, dtype in asked}
-        for layer in range(config.num_hidden_layers if asked else 0)
+        layer: {
+            name: _random(name, shape, gen).to(dtype) for name, shape, dtype in spec.parameters(first, second, heads)
+        }
+        for layer, (heads, first, second) in packed_sizes(model).items()
     }
 
 

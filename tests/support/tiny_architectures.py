@@ -78,6 +78,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"num_hidden_layers": 8},
+    "gemma4": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text": {
+        "num_hidden_layers": 12,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 2,
+        "num_kv_shared_layers": 6,
+        "use_bidirectional_attention": "vision",
+    },
     "gemma3n_text": {"num_hidden_layers": 10, "layer_types": ..., "num_kv_shared_layers": 5, "intermediate_size": 128},
     "gemma3n": {"num_hidden_layers": 10, "layer_types": ..., "num_kv_shared_layers": 5, "intermediate_size": 128},
 }
@@ -97,7 +104,11 @@ def _is_computed(config: PreTrainedConfig, field: str) -> bool:
 
 
 def tiny_configuration(name: str) -> PreTrainedConfig:
-    """The decoder's configuration of this model type, with small sizes."""
+    """The decoder's configuration of this model type, with small sizes; of an assistant model the whole configuration."""
+    if name.endswith("_assistant"):
+        text = tiny_configuration(name.replace("_assistant", "_text")).to_dict()
+        own = {field: 0 for field in ("hidden_size_per_layer_input", "vocab_size_per_layer_input") if field in text}
+        return CONFIG_MAPPING[name](text_config=text | own | {"num_kv_shared_layers": text["num_hidden_layers"]})
     config = CONFIG_MAPPING[name]().get_text_config(decoder=True)
     fields = config.to_dict()
     changes = {

@@ -33,6 +33,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "aya_vision": {},
     "cohere2_vision": {},
     "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"audio_config": None},
     "glm4v": {},
     "idefics3": {},
     "internvl": {"downsample_ratio": 0.5},
@@ -69,7 +70,8 @@ def tiny_vision_model(name: str, seed: int = 0) -> PreTrainedModel:
 def tiny_vision_configuration(name: str) -> PreTrainedConfig:
     """A configuration with a small text model and a small vision tower."""
     config = CONFIG_MAPPING[name]()
-    text, vision = config.get_text_config(decoder=True), config.vision_config
+    text = config.get_text_config(decoder=True)
+    vision = config.vision_config or CONFIG_MAPPING[f"{name}_vision"]()
     towers: dict[str, Any] = {
         field: small
         for field, small in VISION_SIZES.items()
@@ -79,6 +81,8 @@ def tiny_vision_configuration(name: str) -> PreTrainedConfig:
         towers["out_hidden_size"] = SIZES["hidden_size"]
     elif hasattr(vision, "embed_dim"):  # Qwen2-VL: the width of the text model
         towers["hidden_size"] = SIZES["hidden_size"]
+    if hasattr(vision, "pooling_kernel_size"):  # Gemma 4: patches with places, which are pooled
+        towers |= {"pooling_kernel_size": 2, "head_dim": 32, "num_key_value_heads": 2}
     if isinstance(getattr(vision, "image_size", None), (list, tuple)):
         towers |= {"image_size": [56, 56], "patch_size": [14, 14]}
     small_text = _small_text(text)
@@ -117,6 +121,8 @@ def prompt_with_image(model: Any, tokens: int = 60) -> Prompt:
     places = sum(x.shape[:-1].numel() for x in images)
     text = torch.randint(3, 150, (tokens,), generator=generator)
     ids = torch.cat([text[: tokens // 2], torch.full((places,), IMAGE_TOKEN), text[tokens // 2 :]])[None]
+    if model.config.model_type == "gemma4":  # blocks of tokens, some of which attend to each other
+        image["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     if model.config.model_type in ("gemma3", "paligemma"):  # tokens of an image, or of a prefix, attend to each other
         image["token_type_ids"] = (ids == IMAGE_TOKEN).int()
     if "image_grid_thw" in image:  # the model must distinguish positions in the image from those in the text
@@ -133,6 +139,10 @@ def _image(config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
         width = channels * vision.temporal_patch_size * patch * patch
         pixels = torch.randn(high * wide, width, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, high, wide]])}
+    if hasattr(vision, "pooling_kernel_size"):  # one row of patches, and the places of patches
+        pixels = torch.rand(1, 16, 3 * vision.patch_size**2, generator=generator)
+        places = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], -1)[None]
+        return {"pixel_values": pixels, "image_position_ids": places}
     size = vision.image_size[0] if isinstance(vision.image_size, (list, tuple)) else vision.image_size
     pixels = torch.randn(1, 3, size, size, generator=generator)
     if config.model_type in ("idefics3", "smolvlm"):
