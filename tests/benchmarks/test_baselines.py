@@ -160,7 +160,7 @@ def test_names_and_bits(name):
     page = fmt.encode(x)
     part = fmt.encode(torch.cat([x[:, :50], torch.zeros(1, 78, 64)], 1))
     arrays = [fmt.split(each, 64, 128, x.dtype) for each in (page, part)]
-    for array in arrays[0]:  # a token's bytes depend on that token alone
+    for array in arrays[0]:  # a token's bytes depend only on that token
         assert torch.equal(arrays[0][array][:, :50], arrays[1][array][:, :50])
 
 

@@ -147,7 +147,7 @@ WRONG = {
     "encode_arrays returned codes, scale, more; arrays lists codes, scale": {"encode_arrays": _encoded(more=torch.abs)},
     "'scale' with the shape (2, 128); it must be (2, 128, 1)": {"encode_arrays": _encoded(scale=lambda x: x[..., 0])},
     "NaN or infinity": {"encode_arrays": _encoded(scale=lambda x: x[..., :1] * torch.inf)},
-    "other bytes alone": {"encode_arrays": _encoded(scale=_mean_of_all_pages)},
+    "other bytes when another page": {"encode_arrays": _encoded(scale=_mean_of_all_pages)},
     "is tokenwise, but its array 'scale'": {"encode_arrays": _encoded(scale=_mean_of_the_page)},
     "decode failed on a trial page: KeyError: 'scales'": {"decode_arrays": _decoded("scales")},
     "the shape (2, 128, 1); it must be (2, 128, 64)": {"decode_arrays": _decoded("scale")},

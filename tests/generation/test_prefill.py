@@ -222,7 +222,7 @@ def test_masks_of_sliding_layers_count(memory):
 def test_a_cpu_says_that_it_reads_whole(model, capsys):
     ids, mask = left_padded(1, 300)
     assert torch.equal(ours(model, ids, mask, prefill_chunk_size="auto"), ours(model, ids, mask))
-    assert "read whole: memory is measured on GPUs alone" in capsys.readouterr().err
+    assert "read whole: memory is measured only on GPUs" in capsys.readouterr().err
 
 
 def test_ranks_of_tensor_parallelism_do_not_choose_sizes(model, monkeypatch):
