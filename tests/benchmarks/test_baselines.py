@@ -88,7 +88,7 @@ def test_oscar_is_a_rotation_along_eigenvectors():
 
 
 def test_scores_and_outputs_stay(model):
-    """With matrices alone nothing changes: dense formats behind them give DynamicCache's logits."""
+    """Matrices alter nothing by themselves: with dense formats after them the logits are DynamicCache's."""
     ids = Numbers()(TEXT.content).input_ids[:, :300]
     moments = baselines.read_moments(model, [ids[0]])
     costs = baselines.output_costs(model, moments, {index: len(each.sums["k"]) for index, each in moments.items()})

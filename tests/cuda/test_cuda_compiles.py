@@ -150,7 +150,7 @@ def fast(names: list[str], some: list[str]) -> list:
     return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-#: codebooks, static codes and plain tokens are compiled by g++ alone
+#: codebooks, static codes and plain tokens are compiled only by g++
 FAST = ["kitty", "fp8"]  # kivi-2 for another GPU, and with several tokens
 
 

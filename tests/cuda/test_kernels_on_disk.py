@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels on disk: whose they may be, and what becomes of unusable ones. NVRTC and driver are stood in for."""
+"""Compiled CUDA kernels on disk: whose they may be, and what becomes of unusable ones. NVRTC and driver are fakes."""
 
 from __future__ import annotations
 

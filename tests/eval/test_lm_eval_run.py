@@ -266,7 +266,7 @@ def test_offline_tasks_begin_with_shared_text(task_name, count):
         shared = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*queries)))
         assert shared > 4000  # about 4 characters a token
     if task_name == "hellaswag":
-        assert all(row["choices"][row["gold"]] not in row["query"] for row in rows)  # nobody saw the own answer
+        assert all(row["choices"][row["gold"]] not in row["query"] for row in rows)  # no prompt shows its own answer
 
 
 @pytest.mark.slow

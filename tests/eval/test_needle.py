@@ -1,4 +1,4 @@
-"""`hf_lowbit_kv.eval.needle`: where the fact stands, what counts as found, and what the heat maps show."""
+"""`hf_lowbit_kv.eval.needle`: where the fact is, what counts as found, and what the heat maps show."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("registries")
 
 
 def test_the_example_of_the_page():
-    """The page's code as it stands there; its preset writes what a cache of the same formats writes."""
+    """The page's code, unchanged; its preset writes what a cache of the same formats writes."""
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0], {})
     model = tiny_models("llama")[0]
     ids, _ = left_padded(1, 300)

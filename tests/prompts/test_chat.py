@@ -423,7 +423,7 @@ def test_a_message_is_a_text(model, text):
 
 
 def test_an_empty_message_is_one(model):
-    """Templates write the role of whoever says nothing."""
+    """Templates write the role of a message without one."""
     chat = _chat(model)
     chat.send("")
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
