@@ -182,7 +182,7 @@ def test_requests_write_what_they_write_alone_but_for_near_ties(preset, dtype):
         ties = sum(truth.near_ties(text, answer) for text, answer in zip(texts, answers, strict=True))
         equal = sum(a == list(map(int, b)) for a, b in zip(answers, by["alone"], strict=True))
         print(
-            f"{preset}, {dtype}, {name}: {equal} of {len(texts)} as with `lb.generate`; near-ties: {ties} of {len(texts) * new} tokens"
+            f"{preset}, {dtype}, {name}: {equal} of {len(texts)} as alone; near-ties: {ties} of {len(texts) * new} tokens"
         )
         assert ties <= len(texts) * new // 8
 
