@@ -77,7 +77,7 @@ class Parametrized:
     inverse), it also overrides `record_parameters` and `prepare`.
     """
 
-    #: whether its calibration counts tokens by the attention that they get
+    #: whether calibration weights tokens by attention
     weighted: ClassVar[bool] = False
 
     def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:

@@ -40,8 +40,7 @@ from .tensor_parallel import Ranks
 #: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
 #: full
 KEPT_RECORDINGS = 8
-#: a kind of step may take this many eager steps until one of them changes nothing in Python and does not wait for the
-#: device
+#: warm-up steps before a kind of step is declared unrecordable
 WARM_UPS = 3
 #: placeholder of the cache among a step's inputs and outputs
 _CACHE = object()

@@ -137,7 +137,7 @@ class Transform(Parametrized, ABC):
 
 
 def _by_kv_head(x: torch.Tensor, num_kv_heads: int, work) -> torch.Tensor:
-    """`work` on `[B, Hq, n, D]`, where the query heads of a KV head stand in one axis with the tokens."""
+    """`work` on `[B, Hq, n, D]`, where the query heads of a KV head share one axis with the tokens."""
     grouped = x.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
     return work(grouped).reshape(x.shape).to(x.dtype)
 
@@ -312,7 +312,7 @@ class Eigen(Matrix):
 @dataclass(frozen=True)
 class Chain(Transform):
     """Transforms applied one after the other, e.g. `"smooth+hadamard"`. Parameter names contain the names of their
-    transforms, and a transform may stand in a chain only once."""
+    transforms, and a chain may contain a transform only once."""
 
     stages: tuple[Transform, ...]
 

@@ -153,7 +153,7 @@ def test_two_page_sizes_at_once_give_what_each_gives_alone(model):
 
 
 def test_the_same_for_two_page_sizes_is_refused(model):
-    with pytest.raises(ValueError, match=r"eigen of keys is asked for with pages of 64 and of 128 tokens.*make two"):
+    with pytest.raises(ValueError, match=r"eigen of keys is needed with pages of 64 and of 128 tokens.*make two"):
         calibrate(model, [spec_of(64), spec_of(128)])
 
 

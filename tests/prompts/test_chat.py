@@ -99,7 +99,7 @@ def test_models_that_cannot_crop(family):
     assert counted.taken() < whole  # from the end of the first turn
     assert answer == _fresh(model, _before(chat), text)
     chat.messages[0]["content"] = words(50, 8)
-    with pytest.warns(UserWarning, match="is read anew"):
+    with pytest.warns(UserWarning, match="conversation is read again"):
         chat.send(words(5, 4))
 
 

@@ -288,7 +288,7 @@ class Machine:
         if not text.layers or len(chosen) > MOST_ROWS:
             return
         if capacity is not None and len(chosen) != text.rows:
-            with pytest.raises(ValueError, match=f"has {text.rows} rows for good; {len(chosen)} were asked for"):
+            with pytest.raises(ValueError, match=f"has {text.rows} rows for good; {len(chosen)} were requested"):
                 call()
         else:
             call()
