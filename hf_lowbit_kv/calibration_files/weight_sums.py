@@ -95,7 +95,7 @@ def tolerance(kind: str, other: str) -> float:
 
 
 def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """What was not compared, in words for `summary()`, or `None`. Arguments: descriptions of models."""
+    """The weights that were not compared, in words for `summary()`, or `None`. Arguments: descriptions of models."""
     if not made_for.get("weights"):
         return f"weights of attention not compared: the file has no sums ({made_for.get('unread') or 'an older one'})"
     if "weights" not in model:

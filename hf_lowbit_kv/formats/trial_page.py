@@ -92,7 +92,7 @@ def _head_dim(fmt: Format) -> int:
 
 
 def _called(fmt: Format, method: str, *arguments: Any) -> Any:
-    """What this method of the format returns. An error of any kind becomes a `ValueError` that names both."""
+    """The result of this method of the format. An error of any kind becomes a `ValueError` that names both."""
     try:
         return getattr(fmt, method)(*arguments)
     except Exception as error:

@@ -157,7 +157,7 @@ class Reader:
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """Of each token, padding not counted. Most prompts are read whole, and need none."""
+        """For each token, padding not counted. Most prompts are read whole, and need none."""
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     @property

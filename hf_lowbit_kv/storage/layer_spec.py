@@ -39,7 +39,7 @@ PAGE_SIZES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer stores, apart from its sizes in batch, heads and channels. Hashable; `key` is its text form.
+    """How one layer stores tokens, apart from its sizes in batch, heads and channels. Hashable; `key` is its text form.
 
     Args:
         key_format, value_format: page formats.
@@ -166,7 +166,7 @@ class LayerSpec:
         )
 
     def parameters(self, head_dim_k: int, head_dim_v: int, num_kv_heads: int) -> tuple[Parameter, ...]:
-        """What calibration supplies for a layer, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
+        """The tensors that calibration supplies for a layer, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
         return tuple(
             parameter._replace(name=f"{role}.{parameter.name}")
             for role, part, head_dim in self.roles(head_dim_k, head_dim_v)

@@ -34,7 +34,7 @@ def pages_of(mask: int, count: int) -> torch.Tensor:
 
 
 class _Users:
-    """Of one block: the stores that use it, in the order in which they came, each with the pages that it holds. Numbers,
+    """The stores that use one block, in the order in which they came, each with the pages that it holds. Numbers,
     because a cache has many layers, and many blocks in each."""
 
     def __init__(self) -> None:

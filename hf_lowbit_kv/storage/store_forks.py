@@ -23,7 +23,7 @@ _COUNTERS = ("length", "paged", "lost", "scratch")
 
 
 class _ForkPlan(NamedTuple):
-    """What a fork of `B` rows consists of, with `P` pages per row."""
+    """Contents of a fork of `B` rows, with `P` pages per row."""
 
     shared: list[tuple[int, int]]
     """places in the pool of blocks with pages that are shared, and which pages (`shared_pages.mask_of`)"""
@@ -75,7 +75,7 @@ def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _tables(stores: Sequence[PagedStore]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each store, int32 on the CPU: its page table `[B, P]`, and how many tokens of each row are in pages `[B]`."""
+    """For each store, int32 on the CPU: its page table `[B, P]`, and how many tokens of each row are in pages `[B]`."""
     parts: dict[tuple, list[torch.Tensor]] = {}
     for store in stores:
         parts.setdefault((store.device, store.batch_size), []).extend((store.state.page_table, store.state.paged))

@@ -120,7 +120,7 @@ class Transform(Parametrized, ABC):
         return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
 
     def lacking(self, q: torch.Tensor, tensors: Tensors, num_kv_heads: int) -> torch.Tensor | None:
-        """What the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys lack, float32 `[B, Hq,
+        """Constant missing in the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys, float32 `[B, Hq,
         n]`; `None`: nothing."""
         if not self.centered:
             return None

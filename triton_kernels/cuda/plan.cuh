@@ -11,7 +11,7 @@
 // 1024 tokens takes 2 % longer on an H200.)
 constexpr int SHORT = 1;
 
-// What a row costs its team beside units and blocks, where rows differ in length: loading queries, filling the pipeline, merging. Without
+// Cost of a row for its team besides units and blocks, if rows differ in length: loading queries, filling the pipeline, merging. Without
 // it, a team whose share lies in empty rows gets dozens of them, one after the other, while all other teams wait; a pool of rows is padded
 // with empty ones. (75 rows of 4700 tokens and 53 empty ones, us on an H200: 549 with a factor of 0, 261 with 3, 189 with 6, 148 with 12;
 // 146 without the empty rows)

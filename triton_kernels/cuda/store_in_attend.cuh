@@ -22,7 +22,7 @@ struct StepArgs : Args {
 };
 static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
 
-// What storing a row's token has to do. It is computed at the start and used at the end, when the counters in memory may have advanced.
+// The work of storing a row's token. It is computed at the start and used at the end, when the counters in memory may have advanced.
 struct Due {
   int stored, before;
 };  // stored: -1 if no page is due
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived
   }
 }
 
-// What a team does to store tokens while it attends to one row.
+// How a team stores tokens while it attends to one row.
 constexpr int DUES = TEAMS;
 static_assert(SPACE <= TEAM_BYTES, "what packing needs");
 struct TokenStore {
