@@ -166,7 +166,7 @@ class LayerSpec:
         )
 
     def parameters(self, head_dim_k: int, head_dim_v: int, num_kv_heads: int) -> tuple[Parameter, ...]:
-        """The tensors that calibration supplies for a layer, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
+        """The tensors that calibration supplies, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
         return tuple(
             parameter._replace(name=f"{role}.{parameter.name}")
             for role, part, head_dim in self.roles(head_dim_k, head_dim_v)
