@@ -150,7 +150,7 @@ class Affine(Format):
         ]
 
     def _grouped(self, x: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
-        """`[..., page, D]` -> `[..., page groups, tokens a group, channel groups, channels a group]`."""
+        """`[..., page, D]` -> `[..., page groups, tokens per group, channel groups, channels per group]`."""
         page_size, head_dim = x.shape[-2:]
         return x.unflatten(-1, (groups[1], head_dim // groups[1])).unflatten(-3, (groups[0], page_size // groups[0]))
 

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-#: every field starts at a multiple of this many bytes, so that kernels may load 16 bytes a lane
+#: every field starts at a multiple of this many bytes, so that kernels may load 16 bytes per lane
 FIELD_ALIGNMENT = 16
 
 

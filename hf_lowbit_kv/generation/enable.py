@@ -33,7 +33,7 @@ from .whole_reading import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
-#: decoding loops of one token a step, which a preallocated cache serves
+#: decoding loops of one token per step, which a preallocated cache serves
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 

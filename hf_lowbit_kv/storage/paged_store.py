@@ -134,7 +134,7 @@ class PagedStore(LayerStore):
     """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
 
     Args:
-        capacity: tokens a row can hold (preallocated, addresses never change), or `None` to grow by blocks.
+        capacity: tokens per row (preallocated, addresses never change), or `None` to grow by blocks.
         parameters: the layer's records, see `LayerState`.
     """
 

@@ -148,7 +148,7 @@ def test_clipped_is_exact_where_nothing_is_rounded():
 
 @pytest.mark.parametrize("name", ["quest2", "quest3", "quest4", "clipped2-q96", "clipped3-q92", "clipped4-q100"])
 def test_names_and_bits(name):
-    """Bits as the papers count them: a scale of 16 bits a token, and OSCAR's zero point."""
+    """Bits as the papers count them: a scale of 16 bits per token, and OSCAR's zero point."""
     fmt = (Quest if name.startswith("quest") else Clipped).parse(name)
     assert fmt.name == name
     assert Quest.parse("int2-token") is None

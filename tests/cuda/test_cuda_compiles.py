@@ -131,7 +131,7 @@ KNOWN = {
     ("sm_90", "eigen-3", 128, 1, "append_one"): 288,
     ("sm_90", "eigen-4", 64, 1, "append_one"): 76,
 }
-#: of any preset: storing keeps registers over its calls, once a token or once a page
+#: of any preset: storing keeps registers over its calls, once per token or once per page
 KNOWN_OF_ALL = {"append_one": 40, "append_pages": 32}
 
 

@@ -170,7 +170,7 @@ def test_special_rows(case, monkeypatch):
 
 
 def test_which_are_served():
-    """A scale a token; others stay with Triton, or the reference. The preset keeps a window, as others do."""
+    """A scale per token; others stay with Triton, or the reference. The preset keeps a window, as others do."""
     served = [("fp8", "fp8"), ("fp8-centered", "fp8")]
     others = [("fp8-static", "fp8-static"), ("fp8-block", "fp8-block"), ("fp8", "fp8-centered")]
     for names, reason in [(names, None) for names in served] + [(names, "no kernels for") for names in others]:

@@ -22,7 +22,7 @@ TOKENS = 900
 
 
 class FakeMemory:
-    """A device on which reading `n` tokens a row takes `need.whole(n)` bytes, and `behind` more after others."""
+    """A device on which reading `n` tokens per row takes `need.whole(n)` bytes, and `behind` more after others."""
 
     def __init__(self, free: float, need: Need, chunks: list[tuple[int, int]]):
         self._free, self.need, self.chunks, self.peaks = free, need, chunks, 0
@@ -263,7 +263,7 @@ def test_gpu_a_prompt_is_read_although_it_does_not_fit_whole(capsys):
     lb.generate(model, ids[:, :1000], "kivi-4-sink", 4, **options, **GREEDY)  # loads what it needs, and makes the cache
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    try:  # room for some chunks: just the MLP of the whole prompt takes 3 x 8192 numbers of 2 bytes a token, 5.9 GB
+    try:  # room for some chunks: just the MLP of the whole prompt takes 3 x 8192 numbers of 2 bytes per token, 5.9 GB
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 3e9) / total)
         with pytest.raises(torch.OutOfMemoryError):
             lb.generate(model, ids, "kivi-4-sink", 4, prefill_chunk_size=0, **options, **GREEDY)

@@ -299,7 +299,7 @@ def assert_same_state(a: LayerState, b: LayerState) -> None:
 
 
 def random_steps(case: Case, steps: int, gen: torch.Generator) -> list[Step]:
-    """One token a row each; where `padded`, some rows get none now and then."""
+    """One token per row each; where `padded`, some rows get none now and then."""
     found = []
     for _ in range(steps):
         step = random_step(dataclasses.replace(case, padded=False), gen)

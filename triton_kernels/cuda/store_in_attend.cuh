@@ -1,4 +1,4 @@
-// Stores a step's token in the launch that attends to it (FUSED: one token a row): `reference.append` after `reference.attend`.
+// Stores a step's token in the launch that attends to it (FUSED: one token per row): `reference.append` after `reference.attend`.
 //
 // No team reads the bytes that this writes, so most writes need not wait:
 // - The token has index i = length - sink after the sink. Fewer than `tail_size` tokens are in the ring (`paged` to i - 1; packing
