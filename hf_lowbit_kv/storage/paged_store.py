@@ -321,7 +321,7 @@ class PagedStore(LayerStore):
         state, rows = self.state, rows.to(self.device).clone()  # inference tensors cannot index outside it
         if self.capacity is not None and len(rows) != self.batch_size:
             raise ValueError(
-                f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
+                f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.batch_size} rows; "
                 f"{len(rows)} were requested. Use a growing cache, or repeat the prompt before the first call."
             )
         self._in_order = False

@@ -289,7 +289,7 @@ def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
 def test_a_preallocated_cache_keeps_its_rows(model):
     cache = lb.from_preset("kivi-2", model, max_cache_len=100)
     _prefill(model, cache, left_padded(1, 20)[0])
-    with pytest.raises(ValueError, match="has 1 rows for good; 3 were requested"):
+    with pytest.raises(ValueError, match="is fixed to 1 rows; 3 were requested"):
         cache.batch_repeat_interleave(3)
 
 

@@ -288,7 +288,7 @@ class Machine:
         if not text.layers or len(chosen) > MOST_ROWS:
             return
         if capacity is not None and len(chosen) != text.rows:
-            with pytest.raises(ValueError, match=f"has {text.rows} rows for good; {len(chosen)} were requested"):
+            with pytest.raises(ValueError, match=f"is fixed to {text.rows} rows; {len(chosen)} were requested"):
                 call()
         else:
             call()
