@@ -86,7 +86,9 @@ def test_every_file_says_what_it_is_for():
     for folder in ("hf_lowbit_kv", "triton_kernels", "eval"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            assert not text.strip() or re.match(r'r?"""\S[^"]{10,}', text), f"{path} does not begin with a sentence on itself"
+            assert not text.strip() or re.match(r'r?"""\S[^"]{10,}', text), (
+                f"{path} does not begin with a sentence on itself"
+            )
 
 
 @pytest.mark.parametrize("document", ["docs/dev/recording.md"])
