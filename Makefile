@@ -1,7 +1,7 @@
 # make demo    a real model answers a question with and without a packed cache (sets everything up on the first call)
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
 # make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler;
-#                all with fresh random data (TEST_SEED=random), which the last line of a run tells how to repeat
+#                all with fresh random data (TEST_SEED=random), the last line of a run shows how to repeat it
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
 # make results  renders docs/results.md, its excerpts and docs/benchmarks.md from the records, in seconds
@@ -54,7 +54,7 @@ AT_THE_END = > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
 
 test-oldest:
 	@mkdir -p build
-	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Once more, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
+	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Again, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST) -m "host and not gpu and not slow" $(HOST) $(AT_THE_END)
 
 test-quantized:
@@ -65,7 +65,7 @@ test-all: export TEST_SEED ?= random
 test-all: test $(TRITON)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu" $(HOST)
-	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Once more, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
+	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Again, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/triton/test_triton_compiles.py
 
 notebooks: $(VENV)/.ready
@@ -121,7 +121,7 @@ clean:
 	rm -rf $(VENV) build dist bench-logs *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first, alone and pinned: as a dependency of something else pip could choose another build of it
+# torch first, separately and pinned: as a dependency of something else pip could choose another build of it
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)

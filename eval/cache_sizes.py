@@ -1,4 +1,4 @@
-"""Computed sizes of caches at any length, from what one token tells about their layers. Windows count in 16 bits."""
+"""Computed sizes of caches at any length, from the layers of a cache of one token. Windows count in 16 bits."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def _texts(path: Path, tokenizer: Any, model: Any, length: int, depths: Sequence
     extra = max(len(_ids(tokenizer, f" {needle.fact}{needle.question} {needle.code}")) for needle in needles)
     ids = _ids(tokenizer, whole)
     if extra >= length:
-        raise ValueError(f"length={length} is too short: fact and question alone take {extra} tokens")
+        raise ValueError(f"length={length} is too short: fact and question take {extra} tokens")
     if len(ids) < length - extra:
         raise ValueError(f"text {str(path)!r} has {len(ids)} tokens, and length={length} needs {length - extra} of it")
     haystack = tokenizer.decode(ids[: length - extra])

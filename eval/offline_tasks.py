@@ -24,7 +24,7 @@ OFFLINE_TASKS = tuple(sorted(path.stem for path in TASKS.glob("*.yaml")))
 
 #: examples before a HellaSwag item, about 90 tokens each
 HELLASWAG_SHOTS = 14
-#: one of every `MMLU_EVERY` MMLU questions is asked; the examples are questions that follow directly after asked ones
+#: one of every `MMLU_EVERY` MMLU questions is used; the examples are questions that follow directly after these
 MMLU_EVERY, MMLU_SHOTS = 140, 16
 #: needles: length of the text in characters (about 4.4 per token), and number of questions at each depth
 NEEDLE_TEXTS = ((4400, 2), (8800, 1))

@@ -185,7 +185,7 @@ def as_rows(
 
 
 def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
-    """Means over the scores of several texts, as `run` returns them. `sizes` tells the bits."""
+    """Means over the scores of several texts, as `run` returns them. `sizes` computes the bits."""
     rows = [scores.means() for scores in of]
     row: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
     row["kl_error"] = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)  # texts are independent

@@ -42,7 +42,7 @@ from hf_lowbit_kv.eval.weight_quantization import (
     stored_bytes,
 )
 
-#: `dense` keeps keys and values in the model's dtype, so its rows show the loss from the weights alone
+#: `dense` keeps keys and values in the model's dtype, so its rows show only the loss from the weights
 PRESETS = ("dense", "int8", "kivi-4-sink", "k4v2-sink")
 
 

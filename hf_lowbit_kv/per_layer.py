@@ -71,7 +71,7 @@ def layer_specs(
             "or a function (index, config) -> preset, options or None"
         )
     if both := sorted(chosen.keys() & more.keys()):
-        raise ValueError(f"layers {both} stand in dense_layers and in per_layer; name each layer once")
+        raise ValueError(f"layers {both} are in dense_layers and in per_layer; name each layer once")
     chosen |= more
     by_layer = {}
     for index, model_side in model_sides.items():

@@ -27,7 +27,7 @@ def pytest_configure(config):
 
 @contextlib.contextmanager
 def seeded(name):
-    """Inside, whoever draws without a generator of his own draws what TEST_SEED and this name say."""
+    """Inside, draws without a generator of their own depend only on TEST_SEED and this name."""
     import numpy as np  # here and below, because the process that hands out the tests needs neither
     import torch
 
@@ -85,7 +85,7 @@ def _dealt(items, processes):
     return dealt + others
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks before -m chooses by them, the order behind it
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks before -m chooses by them, the order after it
 def pytest_collection_modifyitems(config, items):
     for item in items:
         for mark in item.iter_markers("fast_if"):

@@ -38,7 +38,7 @@ TWO_24 = tl.constexpr(16777216.0)
 
 
 class CodeField(NamedTuple):
-    """Some bits of every code. A token's fields stand in words of their own, one field behind the other."""
+    """Some bits of every code. A token's fields are in separate words, in order."""
 
     bits: int
     #: bits of the code below this field
@@ -303,7 +303,7 @@ def _field_of_codes(page, token, channel, i: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _put_together(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
-    """Codes of two fields, float32 `[BLOCK_N, padded]` or transposed; 0 behind the last channel."""
+    """Codes of two fields, float32 `[BLOCK_N, padded]` or transposed; 0 after the last channel."""
     token, channel = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded)
     if TRANSPOSED:
         token, channel = token[None, :], channel[:, None]
@@ -321,7 +321,7 @@ def _words(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: 
     float32. Codes of unused tokens are harmless."""
     if len(P.fields) > 1:
         return _put_together(page, n0, TRANSPOSED, BLOCK_N, P)
-    else:  # Triton also compiles code behind a return
+    else:  # Triton also compiles code after a return
         return _words_of_one_field(page, n0, valid, TRANSPOSED, BLOCK_N, P)
 
 

@@ -23,7 +23,7 @@ from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
 TWO_24 = affine.TWO_24
 
 #: the fields that `affine` reads, and these: boosted channels, their number padded, words of a boosted channel; bytes
-#: from the start of the part to the two arrays and to their ends, unused bytes behind each; how channels are chosen
+#: from the start of the part to the two arrays and to their ends, unused bytes after each; how channels are chosen
 _OWN = ("count", "rows", "words", "high_at", "map_at", "ends", "gaps", "folds", "score", "seed")
 Params = namedtuple("Params", (*affine.Params._fields, *_OWN))
 

@@ -164,7 +164,7 @@ def load_tokens(source, index, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.
     """Unpacked tokens of one row and head as float32, from the tail ring or from the chunk that is being stored.
 
     source: `(tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped)`. Tokens with an index below
-        `first` stand in the tail. Token `first` is real token number `skipped` of the chunk (padding not counted), and
+        `first` are in the tail. Token `first` is real token number `skipped` of the chunk (padding not counted), and
         `order` maps such numbers to positions in the chunk.
     index: token indices, sink not counted. channel, keep: shapes that broadcast with it.
     """

@@ -16,7 +16,7 @@ MERGE_CHANNELS = 32
 APPEND_WARPS = 4
 #: tokens (keys and queries) that a program transforms: one for each warp
 TRANSFORM_ROWS = 4
-#: number of multiprocessors assumed if the device cannot be asked (interpreter)
+#: number of multiprocessors assumed if there is no device to query (interpreter)
 DEFAULT_PROCESSORS = 132
 
 #: a backend attends directly to packed pages for up to this many query rows of a KV head (tokens x heads of its group);

@@ -40,7 +40,7 @@ SMALL = Tiles(16, 128, 4, 3)
 
 @triton.jit
 def _inputs(x, x_stride, k, rows, K, ROWS: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of the input: `[1, inputs]` for one row, else `[ROWS, inputs]`; zeros behind the last row."""
+    """A tile of the input: `[1, inputs]` for one row, else `[ROWS, inputs]`; zeros after the last row."""
     if ROWS == 1:
         if EVEN:
             tile = tl.load(x + k)[None, :]
@@ -54,7 +54,7 @@ def _inputs(x, x_stride, k, rows, K, ROWS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _weights(w, w_stride, n, k, N, K, EVEN: tl.constexpr):
-    """A tile `[outputs, inputs]` of a weight. Nobody reads it again in this step."""
+    """A tile `[outputs, inputs]` of a weight. It is read only once per step."""
     at = w + n[:, None].to(tl.int64) * w_stride + k[None, :]
     if EVEN:
         tile = tl.load(at, mask=(n < N)[:, None], other=0.0, eviction_policy="evict_first")

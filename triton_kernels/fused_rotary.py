@@ -20,7 +20,7 @@ def rotary_kernel(
 ):  # fmt: skip
     """A program rotates one head of one token. Grid (rows * tokens * (q_heads + heads)).
 
-    HALF: channels of a half; channels behind both halves are copied. SECOND: the index of the second half's cosines:
+    HALF: channels of a half; channels after both halves are copied. SECOND: the index of the second half's cosines:
     HALF, or 0 if both halves share them.
     """
     place = tl.program_id(0).to(tl.int64)

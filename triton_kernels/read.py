@@ -82,7 +82,7 @@ def _read_window(
     """Copy those of a row's tokens `first` to `first + count` that are not packed into out_k and out_v `[B, H, count,
     D]`: sink, tail and, if HAS_CHUNK, the chunk's `tokens`. block: number of a block of BLOCK of these.
 
-    HAS_ORDER: the chunk's real tokens stand at positions `order` `[B, tokens]`; there are `real` `[B]` of them.
+    HAS_ORDER: the chunk's real tokens are at positions `order` `[B, tokens]`; there are `real` `[B]` of them.
     """
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
     # number counts the sink's slots, then the tail's tokens, oldest first, then the chunk's tokens
@@ -186,7 +186,7 @@ def unpack(
 ) -> None:
     """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
 
-    The tokens of `new` follow the stored ones. Rows of `outs` behind a row's end are not written.
+    The tokens of `new` follow the stored ones. Rows of `outs` past a row's end are not written.
     """
     state, spec = store.state, store.spec
     (batch, heads), pages, device = state.length.shape, state.page_address.shape[1], state.length.device
@@ -235,7 +235,7 @@ def unpack(
 
 def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`. Zeros fill the space
-    behind a row's end."""
+    past a row's end."""
     state = store.state
     batch, heads = state.length.shape
     keys, values = (

@@ -78,7 +78,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 @triton.jit
 def _gain(channel, P: tl.constexpr):
-    """The gain of each channel's group, float32; 0 behind the last."""
+    """The gain of each channel's group, float32; 0 after the last."""
     x = tl.zeros_like(channel).to(tl.float32)
     for i in tl.static_range(len(P.bits)):
         x = tl.where(channel // P.group == i, P.gain[i], x)
@@ -121,7 +121,7 @@ def _tile(page, record, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def numbers(page, record, code, token, valid, channel, P: tl.constexpr):
-    """The numbers that codes stand for, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`,
+    """The decoded numbers, float32 `[N, padded]`; 0 where not valid. code: float32; token `[N, 1]`,
     channel `[1, padded]`."""
     keep = channel < P.width
     center = tl.load(record.to(tl.pointer_type(tl.float32)) + channel, mask=keep, other=0.0)

@@ -30,7 +30,7 @@ def _rotated(
     NORM: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Rotate rows `[ROWS, PADDED]`, float32. channel: the index of each element. Elements behind D mix only with each
+    """Rotate rows `[ROWS, PADDED]`, float32. channel: the index of each element. Elements past D mix only with each
     other."""
     block, place = channel // BASE, channel % BASE
     if BASE > 1:

@@ -39,7 +39,7 @@ VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
 class Served(NamedTuple):
-    """A layer that a backend is asked to serve."""
+    """The layer that a backend is to serve."""
 
     device: torch.device
     dtype: torch.dtype | None = None

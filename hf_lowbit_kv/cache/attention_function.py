@@ -40,7 +40,7 @@ def lowbit_attention(
         `([B, S, Hq, D], None)`.
 
     Raises:
-        ValueError: attention weights are asked for, or a packed layer cannot attend like this.
+        ValueError: attention weights are requested, or a packed layer cannot attend like this.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked_by_model = query.shape[2] > 1 and getattr(getattr(module, "config", None), "output_attentions", False)
@@ -113,7 +113,7 @@ def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Ten
     return mask if fits and view.layer.reads_any_prompt() else None
 
 
-#: attribute of masks that `lowbit_mask` makes. Their diagonal tells padding, that of a user's mask may mean anything
+#: marks masks built by `lowbit_mask`; only in these does a False diagonal mean padding
 _MADE_HERE = "_lowbit_kv_mask"
 #: attribute of a chunk's padding as `[B, 1, 1, S]`, the form for models that cut masks to fewer queries
 _OF_KEYS = "_lowbit_kv_of_keys"
@@ -173,7 +173,7 @@ def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kw
     if softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is None and query.shape[2] > 1:
-        # no mask from the host means what it means to its SDPA: the first query is that of the first key. Behind the last
+        # no mask from the host means what it means to its SDPA: the first query is that of the first key. After the last
         # query a preallocated layer may have slots that hold no token yet
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     return plain_attention(query, key, value, mask, scaling, softcap, sinks), None
@@ -198,7 +198,7 @@ def lowbit_mask(
 
     In a pass of several tokens the columns of stored tokens are compared with the cache, see `honour_mask`.
     """
-    # late, because these modules import torch's compiler; whoever asks for a mask has imported it
+    # late, because these modules import torch's compiler; callers that need a mask have imported it
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     from .stored_masks import honour_mask
@@ -275,7 +275,7 @@ def _is_causal_in_chunk(
         return _shows_all_before(mask_function)
     if torch.compiler.is_compiling() or not _shows_all_before(mask_function) or int(offset) == 0:
         return False
-    # kinds of tokens come for the whole text; for the chunk alone if `generate` makes the masks of a preallocated cache
+    # kinds of tokens come for the whole text; only for the chunk if `generate` makes the masks of a preallocated cache
     fixed = isinstance(offset, Seen) and offset.layer.length.fixed
     for first in (int(offset), 0) if fixed else (int(offset),):
         sizes: dict[str, Any] = {"q_length": tokens, "kv_length": tokens, "q_offset": first, "kv_offset": first}
@@ -287,7 +287,7 @@ def _is_causal_in_chunk(
 
 def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
     """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all
-    that a preallocated cache has room for, of the chunk alone, or what `lowbit_mask` returned."""
+    that a preallocated cache has room for, of the chunk only, or what `lowbit_mask` returned."""
     columns = mask.shape[1]
     if tokens > 1 and not torch.compiler.is_compiling():
         offset = int(offset)  # a prompt may wait for the device
@@ -299,7 +299,7 @@ def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) 
     if columns < offset + tokens:
         raise ValueError(
             f"attention_mask has {columns} columns; it must have one for each of the {int(offset)} tokens that are stored "
-            f"(padding counted) and of the {tokens} that came in. A prompt must be the whole text so far and go on behind it; "
+            f"(padding counted) and of the {tokens} that came in. Pass the full text so far plus the new tokens, or "
             "call cache.reset() to begin another text"
         )
     return mask[:, offset : offset + tokens]

@@ -17,7 +17,7 @@ from .model_fingerprint import Samples, adapters_in, first_difference
 
 
 class Look:
-    """What a model had when it was looked at, or a single attention module of it.
+    """State of a model, or of one of its attention modules, at the time of the check.
 
     Args:
         modules: attention modules by the index of their layer. model: the model whose other adapters count too, or

@@ -32,7 +32,7 @@ SLOW = (
 CHANGED = (
     f"the low-bit cache holds tokens that were stored under attn_implementation={ATTENTION_NAME!r}, and the model has {{!r}} "
     "now, which does not read packed pages: every step dequantizes all stored tokens, and is slow. lb.generate selects "
-    f"{ATTENTION_NAME!r} for the length of its calls alone: go on with lb.generate, or call "
+    f"{ATTENTION_NAME!r} only during its calls: go on with lb.generate, or call "
     f"model.set_attn_implementation({ATTENTION_NAME!r}) first"
 )
 
@@ -131,7 +131,7 @@ def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
 
 def _running_module(frame: FrameType | None) -> Any:
     """The innermost module with an attention implementation whose method is being called, or `None`. It is found on the
-    call stack, because transformers does not tell a cache which model calls it."""
+    call stack, because transformers does not pass a cache the model that calls it."""
     while frame is not None:
         module = frame.f_locals.get("self")
         config: Any = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None

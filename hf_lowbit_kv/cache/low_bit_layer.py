@@ -216,8 +216,8 @@ class LowBitLayer(CacheLayerMixin):
         seen = self.get_seq_length()
         if query_length == 0:
             raise ValueError(
-                f"no new token came in, and the cache holds {int(seen)}: a prompt must be the whole text so far and go on "
-                "behind it; call reset() to begin another text"
+                f"no new token came in, and the cache holds {int(seen)}: pass the full text so far plus the new "
+                "tokens, or call reset() to begin another text"
             )
         if not torch.compiler.is_compiling():
             self._check_capacity(query_length)
@@ -382,7 +382,7 @@ class LowBitLayer(CacheLayerMixin):
     _read_uncompiled = torch.compiler.disable(_read)
 
     def _expect_steps(self, chunk: Chunk) -> None:
-        """Let the backend compile the kernels of the steps behind this first prompt while it is read."""
+        """Start compiling the decode kernels while the prompt is prefilled."""
         assert self.store is not None
         ops.expect_steps(chunk, self.store, self.backend, chunk.mask is not None or GENERATE_KEEPS_MASKS)
 

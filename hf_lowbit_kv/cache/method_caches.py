@@ -168,7 +168,7 @@ class IntCache(LowBitCache):
 
 class MLAFP8Cache(LowBitCache):
     """SnapMLA (paper section 3.1) for models with multi-head latent attention: the latent in FP8 (e4m3) with a float32
-    scale a token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/dev/mla.md`.
+    scale per token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/dev/mla.md`.
 
     Args:
         model: the model, not its configuration: its attention layers are reached through it.

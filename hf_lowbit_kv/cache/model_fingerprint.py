@@ -143,7 +143,7 @@ def _plain(name: str, tensor: torch.Tensor, skip_offloaded: bool) -> Iterator[to
     if tensor.device.type == "meta":
         if skip_offloaded:
             return
-        raise ValueError(f"the numbers of {name} are not in memory (offloaded): nothing tells which model this is")
+        raise ValueError(f"the numbers of {name} are not in memory (offloaded), so the model cannot be identified")
     yield tensor
     state = getattr(tensor, "quant_state", None)  # bitsandbytes
     yield from (x for x in vars(state).values() if isinstance(x, torch.Tensor)) if state is not None else ()

@@ -47,7 +47,7 @@ class ModelPositions:
         self._present: list[Any] = []  # the model's own objects
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelPositions:
-        """A copy shares the tensors, which nobody changes."""
+        """A copy shares the tensors, which never change."""
         new = ModelPositions()
         new.values, new._present = self.values, self._present
         return new

@@ -21,7 +21,7 @@ class ModelRef:
         if model is None:
             raise ValueError(
                 f"this cache cannot be {use}: it was made from a configuration or loaded from a pickle, or its model is gone, "
-                "and nothing tells which model its tokens belong to. Make the cache from the model"
+                "so the model of its tokens is unknown. Make the cache from the model"
             )
         return model
 

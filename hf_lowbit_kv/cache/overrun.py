@@ -21,11 +21,11 @@ def _message(capacity: int, lost: int) -> str:
 
 
 class OverrunWatch:
-    """What the CPU knows about one layer's lost tokens. A copy knows nothing, because the copied layer has its own
+    """The CPU's knowledge of one layer's lost tokens. A copy knows nothing, because the copied layer has its own
     count."""
 
     def __init__(self) -> None:
-        self._arrived: torch.cuda.Event | None = None  # recorded behind the copy that is under way
+        self._arrived: torch.cuda.Event | None = None  # recorded after the copy that is under way
         self._copy: torch.Tensor | None = None
 
     def __reduce__(self):

@@ -1,7 +1,7 @@
-"""What the forward passes of a cache are checked for: interruption, and prompts of another text.
+"""Checks of a cache's forward passes: interruption, and prompts of another text.
 
-A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer says when it
-begins to store its chunk, and when it has stored it (`PassGuard.end`).
+A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer
+reports when it begins to store its chunk, and when it has stored it (`PassGuard.end`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and 
 def another_text(tokens: int, seen: int) -> str:
     """The message for a prompt of `tokens` tokens that is not longer than what the cache holds."""
     return (
-        f"a prompt of {tokens} tokens came in, and the cache holds {seen} already: a prompt must be the whole text so far and "
-        "go on behind it. Call cache.reset() to begin another text; lb.generate without a cache begins one itself"
+        f"a prompt of {tokens} tokens came in, and the cache holds {seen} already: pass the full text so far plus the new "
+        "tokens. Call cache.reset() to begin another text; lb.generate without a cache begins one itself"
     )
 
 

@@ -1,4 +1,4 @@
-"""What differs between the supported releases of transformers, as far as no signature tells it."""
+"""Differences between the supported releases of transformers that no signature shows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import transformers
 RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 #: whether `generate` hands a mask to its decoding steps even if no prompt has padding. From 5.18 on it drops a mask of
-#: ones. Only the steps show it, after kernels have been chosen for them, and a call of `generate` to find out would take
-#: a model; so the release is asked. A wrong value costs time, not correctness: kernels are compiled at the first step
+#: ones. It cannot be detected before kernels are chosen, so check the version. A wrong value costs time, not correctness:
+#: kernels are compiled at the first step
 GENERATE_KEEPS_MASKS = RELEASE < (5, 18)

@@ -17,7 +17,7 @@ from .calibrators import Calibrator
 
 #: tokens of the timed pass
 PROBE = 256
-#: time of a pass with gradients relative to a pass without them; factor of weighing on the time of attention
+#: time of a pass with gradients relative to a pass without them; factor of weighting on the time of attention
 BACKWARD, WEIGHED = 3.0, 2.0
 #: fitting is tried on one page of this many, and on all pages if that should take less than this many seconds
 TRIED, TRIED_WHOLE = 16, 4.0

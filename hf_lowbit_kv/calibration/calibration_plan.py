@@ -99,7 +99,7 @@ class CalibrationPlan:
                     calibrator = self.calibrators.setdefault((layer, *key), calibrator_for(part, *options))
                     if calibrator.page_size != job.page_size:
                         raise ValueError(
-                            f"{part} of {job.side} is asked for with pages of {calibrator.page_size} and of {job.page_size} "
+                            f"{part} of {job.side} is needed with pages of {calibrator.page_size} and of {job.page_size} "
                             "tokens, and a calibration holds one of them: make two"
                         )
 

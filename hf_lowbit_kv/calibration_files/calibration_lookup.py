@@ -72,7 +72,7 @@ def find(
         allow_other_weights: those for other attention weights of the same sizes follow; embeddings must agree.
         refused: gets a sentence for each file that is left out because of its attention weights.
     """
-    if "marks" not in model:  # a configuration alone does not identify a model
+    if "marks" not in model:  # a configuration does not identify a model
         return
     others = []
     for folder in (user_folder(), bundled_folder()):

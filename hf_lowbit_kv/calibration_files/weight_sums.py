@@ -1,4 +1,4 @@
-"""Sums of attention weights, which tell a model from a fine-tune of it, and from itself with an adapter.
+"""Sums of attention weights, which distinguish a model from its fine-tunes, and from itself with an adapter.
 
 Each tensor of an attention module is divided into `SUMS` groups of rows. A group's sum is over all its rows and `COLUMNS`
 neighbouring columns, with fixed factors, in float32. The last number of a tensor is the size that such sums have if signs
@@ -32,7 +32,7 @@ class WeightSums(NamedTuple):
     Attributes:
         sums: by kind of the stored numbers (a dtype, or the name of a quantized layer) and `LAYER.NAME`.
         unread: why some tensors are not in it, or `None`.
-        others: the other numbers that were asked for.
+        others: the other requested numbers.
     """
 
     sums: dict[str, dict[str, list[float]]]
@@ -95,7 +95,7 @@ def tolerance(kind: str, other: str) -> float:
 
 
 def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """What was not compared, in words for `summary()`, or `None`. Arguments: descriptions of models."""
+    """The weights that were not compared, in words for `summary()`, or `None`. Arguments: descriptions of models."""
     if not made_for.get("weights"):
         return f"weights of attention not compared: the file has no sums ({made_for.get('unread') or 'an older one'})"
     if "weights" not in model:

@@ -99,7 +99,7 @@ def _print_answers(console: Console, reference: Answer, rows: list[dict[str, Any
 
 
 def _in_words(row: dict[str, Any], same: str) -> str:
-    """What a preset saved, and what it changed. same: the beginning of its answer that agrees with full precision."""
+    """The saved memory, and the changed text. same: the beginning of its answer that agrees with full precision."""
     ratio = row["kv_bytes_full"] / row["kv_bytes"]
     size = f"{ratio:.1f} times smaller" if ratio >= 1 else f"{1 / ratio:.1f} times larger"
     megabytes = f"{row['kv_bytes'] / 1e6:.1f} MB, in 16 bits {row['kv_bytes_full'] / 1e6:.1f} MB"

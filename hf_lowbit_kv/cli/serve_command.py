@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv serve`: a model behind OpenAI's API."""
+"""`hf-lowbit-kv serve`: a model with OpenAI's API."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def calibrate(
             show_default="per layer",
         ),
     ] = None,
-    gradients: Annotated[bool, typer.Option(help="For eigen-*: weigh errors by gradients.")] = True,
-    attention: Annotated[bool, typer.Option(help="For eigen-*: weigh keys by the attention that they get.")] = True,
+    gradients: Annotated[bool, typer.Option(help="For eigen-*: weight errors by gradients.")] = True,
+    attention: Annotated[bool, typer.Option(help="For eigen-*: weight keys by the attention that they get.")] = True,
     offload: Annotated[
         bool,
         typer.Option("--offload", help="Need less GPU memory, and take longer."),

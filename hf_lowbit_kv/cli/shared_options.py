@@ -141,7 +141,7 @@ def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, 
 
 
 def ran_on(model: Any, name: str | None) -> str:
-    """What a measurement ran on, for the title of its table: model, dtype and device. name: the value of `--model`."""
+    """The setting of a measurement, for the title of its table: model, dtype and device. name: the value of `--model`."""
     from ..eval.provenance import device_name
 
     return f"{model_name(name)}, {str(model.dtype).removeprefix('torch.')}, {device_name(model.device)}"

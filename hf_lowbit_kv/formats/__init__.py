@@ -31,7 +31,7 @@ def _parse(name: str) -> Format:
 
 
 def forget_names() -> None:
-    """Forget which format each name stands for, because a name may mean another format now."""
+    """Forget which format each name means, because a name may mean another format now."""
     _parse.cache_clear()
 
 

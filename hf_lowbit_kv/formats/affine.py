@@ -34,7 +34,7 @@ class Affine(Format):
     """`bits`-bit integers with one scale and zero point per group.
 
     Args:
-        bits: 2, 4, 5, 6 or 8. Codes of 5 and 6 bits stand in two planes: their high 4 bits, and their low 1 or 2.
+        bits: 2, 4, 5, 6 or 8. Codes of 5 and 6 bits are split into two planes: their high 4 bits, and their low 1 or 2.
         axis: `"channel"`: a group is `group_size` consecutive tokens of one channel. `"token"`: a group is
             `group_size` consecutive channels of one token.
         group_size: 32, 64 or 128; `None`: the whole page (`"channel"`) or the whole head (`"token"`).
@@ -150,7 +150,7 @@ class Affine(Format):
         ]
 
     def _grouped(self, x: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
-        """`[..., page, D]` -> `[..., page groups, tokens a group, channel groups, channels a group]`."""
+        """`[..., page, D]` -> `[..., page groups, tokens per group, channel groups, channels per group]`."""
         page_size, head_dim = x.shape[-2:]
         return x.unflatten(-1, (groups[1], head_dim // groups[1])).unflatten(-3, (groups[0], page_size // groups[0]))
 

@@ -57,7 +57,7 @@ class Format(Parametrized, ABC):
 
     @property
     def tokenwise(self) -> bool:
-        """Whether a token's codes and metadata depend on that token alone. Then a page may be filled token by token,
+        """Whether a token's codes and metadata depend only on that token. Then a page may be filled token by token,
         see `merge_tokens`."""
         return False
 

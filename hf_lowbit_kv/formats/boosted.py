@@ -9,8 +9,8 @@ bytes. So scores are defined to the last bit: sums have a fixed order, and the l
 wins. Kernels make the same choice. The list of boosted channels (the map) takes a byte for each: 16 bytes for a page of
 `kitty` at head_dim 128. Above 256 channels it takes two bytes for each.
 
-A channel's code is `low + 4 * high`. The low two bits of every channel stand in one plane, as in `int2-channel`. The
-high two bits of boosted channels stand in a compact second plane. A kernel treats them as a few more channels. If q' is
+A channel's code is `low + 4 * high`. The low two bits of every channel are in one plane, as in `int2-channel`. The
+high two bits of boosted channels are in a compact second plane. A kernel treats them as a few more channels. If q' is
 the query times the scales, then q.k = low . q' + high . (4 q')[map] + zero . q.
 """
 
@@ -51,7 +51,7 @@ class Boosted(Format):
     int16 `[boosted, page_size / 8]`, row `r` for channel `map[r]`: bits `2 j` and up of word `w` hold the high two bits
     of token `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` `[boosted]`, ascending, uint8, or int16
     above 256 channels.
-    Layout `fragment-1` (keys alone): `codes` and `high` int32, in the order in which tensor cores take them, see
+    Layout `fragment-1` (keys only): `codes` and `high` int32, in the order in which tensor cores take them, see
     `fragment`. Column `r` of `high` is channel `map[r]`; up to the next multiple of 16 columns, both arrays are zero.
 
     Example:

@@ -33,7 +33,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, repr=False)
 class Codebook(Format):
-    """An index of `bits` bits stands for `dim` channels, so a number takes `bits / dim` bits.
+    """An index of `bits` bits encodes `dim` channels, so a number takes `bits / dim` bits.
 
     Args:
         dim: channels of a sub-vector: 2, 4 or 8.

@@ -149,7 +149,7 @@ class Fp8(Format):
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """`[..., tokens, channels]` -> `[..., blocks, BLOCK, blocks, BLOCK]`, zeros behind the end."""
+    """`[..., tokens, channels]` -> `[..., blocks, BLOCK, blocks, BLOCK]`, zero-padded."""
     tokens, channels = x.shape[-2:]
     x = torch.nn.functional.pad(x, (0, -channels % BLOCK, 0, -tokens % BLOCK))
     return x.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))

@@ -16,7 +16,7 @@ are stored as 32-bit words. A lane reads a word, masks it, and passes it to that
 Numbers of e4m3 (`pairs`) are not masked but converted, two at a time: half of a word becomes a register.
 
 Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1)
-of an operand stands for
+of an operand is
 
     token   4 x + 2 h + j   of the block: a lane's four rows are four neighbours, whose metadata is one load
     channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`, so that a lane's channels are eight
@@ -50,7 +50,7 @@ def head_dim(shape: torch.Size, bits: int) -> int:
 
 
 def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Channel that row or column `8 j + x` of the operands over channels `16 c` to `16 c + 15` stands for."""
+    """Channel of row or column `8 j + x` of the operands over channels `16 c` to `16 c + 15`."""
     whole = c // 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1)
     rest = head_dim // 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1)
     return torch.where(c < head_dim // 32 * 2, whole, rest)

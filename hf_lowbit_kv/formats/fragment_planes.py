@@ -4,7 +4,7 @@ their low bits.
 Words, lanes, rows and columns are those of `fragment`. A block of 32 tokens is `[words / V][32 lanes][V words]`. Its
 first words are those that `fragment` has for 4 bits. The words of the low bits follow: for low parts of 2 bits, one
 word for each 16 channels `c`; for low parts of 1 bit, one word for two times 16 channels (`c` even and odd). In this
-word, the low part for element e, register i and operand h stands at bit
+word, the low part for element e, register i and operand h is at bit
 
     16 e + 8 (i & 1) + 4 (i >> 1) + 2 h    and up; the low bit of odd `c` one bit higher
 
@@ -63,7 +63,7 @@ def _places(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, 
 
 
 def _split(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of codes (int64) that stand in each plane."""
+    """The bits of codes (int64) that are in each plane."""
     return codes >> bits - HIGH, codes & (1 << bits - HIGH) - 1
 
 

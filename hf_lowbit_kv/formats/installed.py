@@ -17,7 +17,7 @@ GROUP = "hf_lowbit_kv.formats"
 def load_installed() -> list[str]:
     """Load the formats and presets of installed packages, each once.
 
-    A package announces them in its `pyproject.toml`; the value is a module, or a class behind a colon:
+    A package announces them in its `pyproject.toml`; the value is a module, or a class after a colon:
 
         [project.entry-points."hf_lowbit_kv.formats"]
         mine = "my_package.formats"

@@ -1,4 +1,4 @@
-"""Arrays stored one behind the other in bytes: the pages of a format, and the parameters of a layer.
+"""Arrays packed contiguously in a byte buffer: the pages of a format, and the parameters of a layer.
 
 A parameter is a read-only tensor that belongs to one layer: a codebook, factors of channels, a rotation. A format or a
 transform lists what it needs (`Parametrized.parameters`), and calibration supplies the tensors. The layer holds them as
@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-#: every field starts at a multiple of this many bytes, so that kernels may load 16 bytes a lane
+#: every field starts at a multiple of this many bytes, so that kernels may load 16 bytes per lane
 FIELD_ALIGNMENT = 16
 
 
@@ -40,7 +40,7 @@ class Parameter(NamedTuple):
 
 
 def place(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Field, ...]:
-    """Fields for arrays (name, dtype, shape) that are stored one behind the other."""
+    """Fields for arrays (name, dtype, shape) that are stored contiguously."""
     fields, offset = [], 0
     for name, dtype, shape in arrays:
         fields.append(Field(name, dtype, shape, offset))
@@ -66,7 +66,7 @@ def _aligned(offset: int) -> int:
     return -(-offset // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
 
 
-#: a head_dim that every format takes: names and dtypes of parameters are asked for with it
+#: a head_dim that every format supports; names and dtypes of parameters do not depend on it
 _ANY_HEAD_DIM = 64
 
 
@@ -77,7 +77,7 @@ class Parametrized:
     inverse), it also overrides `record_parameters` and `prepare`.
     """
 
-    #: whether its calibration counts tokens by the attention that they get
+    #: whether calibration weights tokens by attention
     weighted: ClassVar[bool] = False
 
     def parameters(self, head_dim: int, num_kv_heads: int) -> tuple[Parameter, ...]:

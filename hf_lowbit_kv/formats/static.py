@@ -6,7 +6,7 @@ codes:
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
-Names tell what a page has besides codes: `static-44422000` (keys) a mean for each channel, `static-2-tn` (values) a scale
+A name indicates what a page has besides codes: `static-44422000` (keys) a mean for each channel, `static-2-tn` (values) a scale
 for each token and no mean.
 
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
@@ -28,14 +28,14 @@ words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a 
 share words.
 
 Keys. Eight neighbouring channels of one plane are an *octet*, half of an operand's columns: lane `t` has channels `2 t
-+ e` of it. Octets stand in the order of the planes (4 bits, 2, 1), and a word has four bits for them: one octet of 4
++ e` of it. Octets are in the order of the planes (4 bits, 2, 1), and a word has four bits for them: one octet of 4
 bits, two of 2, or four of 1. A field of an octet that begins at bit `at` (of 4) is
 
     token 4 g + 2 h + j of the block: bits 16 e + 8 j + 4 h + at and up
 
 So a token's place is the same in every plane, and a channel's place is a power of two that goes into the query.
 
-Values. The plane of 4 or 2 bits is as in `fragment`. A plane of 1 bit (3 bits are 2 + 1) stands behind it: word `c / 2`
+Values. The plane of 4 or 2 bits is as in `fragment`. A plane of 1 bit (3 bits are 2 + 1) follows it: word `c / 2`
 holds what belongs to the 16 channels `c`, each field one bit at the place that `fragment` gives to two, odd `c` one bit
 higher.
 """

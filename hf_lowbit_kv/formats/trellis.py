@@ -1,4 +1,4 @@
-"""Values of two bits that stand for eight levels: trellis-coded quantization (Marcellin and Fischer, 1990), without a table.
+"""Values of two bits that select one of 8 levels: trellis-coded quantization (Marcellin and Fischer, 1990), without a table.
 
 Each channel has a center and a step, and each token has a scale, as in `static-2-tn`. Only the meaning of a code differs.
 Codes form chains. The lower bit of a code is the path bit `u` of its step in the chain. The upper bit is `q`:

@@ -41,8 +41,8 @@ def check_page(fmt: Format) -> None:
         )
     if not torch.equal(fmt.encode(x[1:], torch.float16), pages[1:]):
         raise ValueError(
-            f"format {fmt.name!r}: encode_arrays gave a page other bytes alone than beside another page; bytes must depend "
-            "on the page alone"
+            f"format {fmt.name!r}: encode_arrays gives a page other bytes when another page is encoded with it; bytes must "
+            "depend only on the page"
         )
     if fmt.tokenwise:
         changed = x.clone()
@@ -54,7 +54,7 @@ def check_page(fmt: Format) -> None:
             if array.shape[-2] != PAGE_SIZE or not torch.equal(array[..., :64, :], after[name][..., :64, :]):
                 raise ValueError(
                     f"format {fmt.name!r} is tokenwise, but its array {name!r} does not have one row for each token that "
-                    "depends on that token alone"
+                    "depends only on that token"
                 )
 
 
@@ -92,11 +92,11 @@ def _head_dim(fmt: Format) -> int:
 
 
 def _called(fmt: Format, method: str, *arguments: Any) -> Any:
-    """What this method of the format returns. An error of any kind becomes a `ValueError` that names both."""
+    """The result of this method of the format. An error of any kind becomes a `ValueError` that names both."""
     try:
         return getattr(fmt, method)(*arguments)
     except Exception as error:
-        if str(error).startswith(f"format {fmt.name!r}"):  # `Format` has said what is wrong
+        if str(error).startswith(f"format {fmt.name!r}"):  # the message of `Format` names the cause
             raise
         raise ValueError(
             f"format {fmt.name!r}: {method} failed on a trial page: {type(error).__name__}: {error}"

@@ -51,7 +51,7 @@ def compile_config() -> CompileConfig:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """The options that tell transformers whether and how to compile the steps."""
+    """transformers' options for whether and how to compile the steps."""
     if call.step != "compiled":
         return {"disable_compile": True}
     return {"compile_config": setting(call.model, call.options, "compile_config") or compile_config()}
@@ -73,7 +73,7 @@ def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -
     if not hasattr(model, "_valid_auto_compile_criteria"):
         raise ValueError(
             f"step='compiled' is not possible: transformers {transformers.__version__} has no _valid_auto_compile_criteria, "
-            "which tells whether it compiles a step; use step='recorded'"
+            "which decides whether it compiles a step; use step='recorded'"
         )
     if model._valid_auto_compile_criteria(as_argument(cache), config):
         return

@@ -33,11 +33,11 @@ from .whole_reading import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
-#: decoding loops of one token a step, which a preallocated cache serves
+#: decoding loops of one token per step, which a preallocated cache serves
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-#: options that each call looks at anew
+#: options that each call reads again
 _LIVE = ("calibration", "parameters")
 
 
@@ -278,7 +278,7 @@ def _prepare_cache_for_generation(
     if generation_config.output_attentions:
         raise ValueError(NO_WEIGHTS)
     enabled = stack[-1]
-    # if the class's `generate` was called, nobody would undo the overrides for steps
+    # if the class's `generate` was called, nothing would undo the overrides for steps
     if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
         growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
         if call is not None and generation_mode in _ONE_TOKEN:
@@ -303,7 +303,7 @@ def _keep_what_the_call_chose(model: Any, generation_config: Any, arguments: Map
     """Undo what the model's own generation configuration says of caches: checkpoints carry settings of their training.
 
     Args:
-        generation_config: of this call; nobody else has it. arguments: of `generate`.
+        generation_config: of this call only. arguments: of `generate`.
     """
     for name, ours in (("cache_implementation", None), ("use_cache", True)):
         if arguments.get(name) is None and getattr(generation_config, name) == getattr(model.generation_config, name):

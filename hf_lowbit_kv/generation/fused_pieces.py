@@ -210,7 +210,7 @@ class Rotary(Piece):
 class Gate(Piece):
     """The feed-forward layer `down(activation(gate(x)) * up(x))`; gate and up may be halves of one product.
 
-    Ways: `products`, both products and the activation in one launch; `gate`, the activation alone.
+    Ways: `products`, both products and the activation in one launch; `gate`, only the activation.
     """
 
     kind = "gate"
@@ -331,7 +331,7 @@ class SharedInput:
 
     @property
     def mismatch(self) -> str | None:
-        """Whether products were computed that nobody used, or that could not be shared."""
+        """Whether products were computed that nothing used, or that could not be shared."""
         if self._uncounted:
             return "inference mode"
         return "its inputs differ" if self._differed or self._outputs else None
@@ -339,7 +339,7 @@ class SharedInput:
     def output(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) != 1 or kwargs:
             return original(*args, **kwargs)
-        if args[0].is_inference():  # nobody counts its changes
+        if args[0].is_inference():  # inference tensors have no version counter
             self._uncounted = True
             return original(*args)
         (x,) = args

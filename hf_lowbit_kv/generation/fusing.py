@@ -298,7 +298,7 @@ def errors_of(fused: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> 
 
 
 def _answers(errors: list[Errors]) -> dict[Errors, tuple[bool, bool]]:
-    """`agreement` for each. All of one shape are asked together, because each of a model's hundreds of pieces would
+    """`agreement` for each. All of one shape are computed together, because each of a model's hundreds of pieces would
     launch twenty kernels and wait for the device."""
     alike: dict[Any, list[Errors]] = {}
     for each in errors:
@@ -315,7 +315,7 @@ def _answers(errors: list[Errors]) -> dict[Errors, tuple[bool, bool]]:
 def agreement(largest: torch.Tensor, eps: float) -> torch.Tensor:
     """For each of `[n, 3, rows]` (`Errors.largest`) two answers, bool `[n, 2]`: whether both results come from the formula
     of the exact one; and whether the error of the kernel is at most twice that of the module plus one rounding (`eps` of
-    the row's largest number). Rows that are not finite are ignored, because nobody reads them."""
+    the row's largest number). Rows that are not finite are ignored, because nothing reads them."""
     of_fused, of_plain, size = largest.unbind(1)
     same = torch.maximum(of_fused, of_plain) <= _ANOTHER_FORMULA * size
     near = of_fused <= 2 * of_plain + eps * size

@@ -100,7 +100,7 @@ def generate(
 
     Returns:
         The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
-        transformers 5.24) is the cache, which belongs to whoever holds it. Calls from several threads for one model run
+        transformers 5.24) is the cache, which belongs to the caller. Calls from several threads for one model run
         one after the other.
 
     Warns before it reads if prompt and answer may have more tokens than the model was made for.
@@ -214,8 +214,7 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
     backend_and_mode = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
-    # made in each call, which takes about a millisecond and no memory for tokens: what it is tells which kept one can
-    # serve
+    # An empty cache costs about 1 ms and no token memory. Its spec is the key for the lookup.
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
     new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)

@@ -73,12 +73,12 @@ class KeptCaches:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.entries: list[_Entry] = []  # the one used last stands last
+        self.entries: list[_Entry] = []  # most recently used last
         self._guard = threading.Lock()
 
     def take(self, place: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
-        """An empty cache for rows of `tokens` tokens: a kept cache of the same kind and place that nobody holds and
-        that is large enough; otherwise `new`, which has allocated nothing yet.
+        """An empty cache for rows of `tokens` tokens: a kept cache of the same kind and place that is unused and
+        large enough; otherwise `new`, which has allocated nothing yet.
 
         Args:
             place: the other properties in which caches differ: rows, dtype, device, ...
@@ -122,7 +122,7 @@ class KeptCaches:
             raise
 
     def release(self) -> None:
-        """Drop all caches, and free the recordings of those that nobody holds."""
+        """Drop all caches, and free the recordings of unused ones."""
         with self._guard:
             for entry in self.entries:
                 if entry.holder() is None:

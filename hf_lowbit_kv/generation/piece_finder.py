@@ -149,7 +149,7 @@ def find_pieces(model: Any, behaviour: Behaviour | None = None) -> Iterator[Piec
                 above = kept[name] = "compiled"
             elif type(module).__name__ == "ModulesToSaveWrapper":
                 above = kept[name] = _SAVED
-        if above == _SAVED and ".modules_to_save." in name:  # PEFT's copy of the module that it stands beside
+        if above == _SAVED and ".modules_to_save." in name:  # PEFT's copy of the module next to it
             continue
         name = name.replace("._orig_mod", "").replace(".original_module", "")
         for look in (_norm, _rotary, _gate, _products):

@@ -1,7 +1,7 @@
 """How `generate` reads a prompt: whole, in chunks of a size that the caller names, or in the largest chunks that fit.
 
 Reading a prompt whole takes memory for its activations: about 100 kB for each token in a model of 8B. If the GPU does
-not have that much free, the prompt is read in chunks. Chunks behind the first attend to packed pages, so the text may
+not have that much free, the prompt is read in chunks. Chunks after the first attend to packed pages, so the text may
 differ from that of a prompt that is read whole (docs/dev/reading-prompts.md says by how much).
 
 The memory for a token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts.
@@ -103,14 +103,14 @@ def memory_of(model: Any) -> Memory | str:
         # each other forever
         return "its weights are spread over several processes (tensor parallelism)"
     if model.device.type != "cuda":
-        return f"memory is measured on GPUs alone, and the model is on {model.device.type!r}"
+        return f"memory is measured only on GPUs, and the model is on {model.device.type!r}"
     return GpuMemory(model.device)
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that reading `n` tokens a row takes: `fixed + token * n + pair * n * n`, and `behind` more behind stored
-    tokens.
+    """Peak bytes to prefill `n` tokens per sequence: `fixed + token * n + pair * n * n`. `behind` is the extra cost when
+    tokens are stored already.
 
     mask: bytes a pair that a sliding layer's mask is known to take inside attention. Short pieces do not show it,
     because other activations are larger there. It counts beside half of what a token takes: the MLP's part is not there
@@ -157,7 +157,7 @@ class Reader:
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """Of each token, padding not counted. Most prompts are read whole, and need none."""
+        """For each token, padding not counted. Most prompts are read whole, and need none."""
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     @property
@@ -212,7 +212,7 @@ class Reader:
             for size in self.cache.packed_sizes.values():
                 heads, *dims = (0 if number is None else number for number in size)
                 if not heads or not all(dims):
-                    return False  # the configuration does not tell
+                    return False  # the configuration does not have it
                 numbers += heads * sum(dims)
             needed += len(self.ids) * first.get_max_length() * numbers * itemsize
         return needed <= USABLE * memory.free()

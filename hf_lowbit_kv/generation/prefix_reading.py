@@ -13,7 +13,7 @@ from .call_options import return_sequences, setting
 from .prefill import Reader, why_not_tokens
 from .whole_reading import read_as_whole
 
-#: if a text departs from a stored one at least this many tokens behind the usable prefix, it is stored up to there too
+#: if a text departs from a stored one at least this many tokens after the usable prefix, it is stored up to there too
 WORTH_AN_END = 64
 
 
@@ -71,7 +71,7 @@ class PrefixCall:
 
     def _read_behind(self, tokens: int) -> None:
         """Rows are padded on the left and each holds `tokens` tokens: read what is missing but for the last token, which
-        `generate` reads. A token that is stored stands where padding would."""
+        `generate` reads. A token that is stored takes the place of padding."""
         assert self.ids is not None
         assert self.mask is not None
         padding = self.mask.shape[1] - self.mask.sum(1, keepdim=True)

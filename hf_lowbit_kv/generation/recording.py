@@ -40,10 +40,9 @@ from .tensor_parallel import Ranks
 #: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
 #: full
 KEPT_RECORDINGS = 8
-#: a kind of step may take this many eager steps until one of them changes nothing in Python and does not wait for the
-#: device
+#: warm-up steps before a kind of step is declared unrecordable
 WARM_UPS = 3
-#: stands for the cache among a step's inputs and outputs
+#: placeholder of the cache among a step's inputs and outputs
 _CACHE = object()
 _capturing = threading.Lock()
 #: the user's layers may compile during this many eager steps
@@ -225,7 +224,7 @@ class Recorder:
             fusion.give_up(reason)
             return outputs
         self._tries[kind] = self._tries.get(kind, 0) + 1
-        if self._tries[kind] >= WARM_UPS:  # what happened in the first steps alone was loading
+        if self._tries[kind] >= WARM_UPS:  # what happened only in the first steps was loading
             self._refuse(model, reason)
         return outputs
 

@@ -1,4 +1,4 @@
-"""What a recorded step depends on: everything in Python that decides which kernels run on which addresses.
+"""Dependencies of a recorded step: everything in Python that decides which kernels run on which addresses.
 
 `fingerprint` describes the model, `memory` the cache, and `switches` the settings of torch and of this package. A
 recording is valid while all three are unchanged.

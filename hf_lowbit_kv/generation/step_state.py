@@ -1,4 +1,4 @@
-"""What a step changes in Python: the attributes of a cache's layers.
+"""Changes that a step makes in Python: the attributes of a cache's layers.
 
 A replayed step runs no Python. So what the step counts there is found by comparing the state before and after it
 (`python_state`, `counted`). What recording a step has changed is undone (`saved`, `restore`).

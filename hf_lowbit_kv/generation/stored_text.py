@@ -19,8 +19,8 @@ SUMS, TOLERANCE = 4, 1e-3
 
 
 def check_continued(cache: LowBitCache, inputs: Mapping[str, Any], model: Any) -> bool:
-    """Raise if the arguments of a `generate` call are not a text that goes on behind the tokens of its cache. Returns
-    whether they are a whole text: transformers also takes the new tokens alone, with a mask for all, and those are not
+    """Raise if the arguments of a `generate` call are not a text that continues the tokens of its cache. Returns whether
+    they are a whole text: transformers also accepts only the new tokens, with a mask for all, and those are not
     compared."""
     text, mask = _text_in(inputs), inputs.get("attention_mask")
     if not isinstance(text, torch.Tensor) or text.dim() != (3 if text.is_floating_point() else 2):
@@ -44,7 +44,7 @@ def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int, model: 
         return  # the cache itself refuses another number of rows
     begin = text[:, : stored.shape[1]]
     if begin.is_floating_point() or stored.is_floating_point():
-        if hasattr(model.config, "vision_config"):  # embeddings of images stand where their ids do
+        if hasattr(model.config, "vision_config"):  # embeddings of images are at the positions of their ids
             return
         a, b = _sums(begin, model), stored if stored.is_floating_point() else _sums(stored, model)
         differ = ~((a - b).abs() <= TOLERANCE * b.square().mean().sqrt()).all(-1)

@@ -20,7 +20,7 @@ from .process_wide import ProcessWide
 
 #: beginnings of PyTorch's warnings about a wait, and about the mode itself (once)
 _WAITED, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"
-_OWN_PATTERN = f"(?:){_PROTOTYPE}"  # nobody else spells it so
+_OWN_PATTERN = f"(?:){_PROTOTYPE}"  # no other code uses this spelling
 _WARN = 1  # of torch.cuda.set_sync_debug_mode, "warn"
 _watches = threading.local()
 

@@ -197,7 +197,7 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 def _recurrent_bytes(shape: Shape) -> dict[int, int]:
     """Bytes of a row's state, by layer. Two tokens are read on the meta device to find them."""
     cache = DynamicCache(config=shape.config)
-    shape.model.set_experts_implementation("batched_mm")  # the other ways branch on data, or take bfloat16 alone
+    shape.model.set_experts_implementation("batched_mm")  # the other ways branch on data, or take only bfloat16
     with torch.no_grad():
         shape.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=META), use_cache=True, **as_argument(cache))
     return {index: sum(tensor.nbytes for tensor in tensors_of(layer)) for index, layer in enumerate(cache.layers)}
@@ -210,7 +210,7 @@ def _largest(size: Any) -> int | None:
 
 def chunk_bytes(shape: Shape, packed: bool) -> int:
     """Peak of temporary bytes while a chunk of `CHUNK` tokens is read. It is the larger of two: the MLP's activations;
-    or, behind packed tokens, the buffer that attention unpacks into, with attention's inputs and outputs.
+    or, after packed tokens, the buffer that attention unpacks into, with attention's inputs and outputs.
 
     They are counted as transformers' code allocates them. For the MLP that is the activated gate, the other half and
     their product, and four times the hidden states (residual, norm, input and output). An 8B shape took 120 kB for each

@@ -43,7 +43,7 @@ _OWN = (
 _OWN_OF_TEMPLATE = ("conversation", "tokenize", "return_tensors", "return_dict")
 #: names that a chat takes
 _KNOWN = (*ARGUMENTS, "system", "max_length", "chat_template_kwargs")
-#: tokens of a conversation where nothing is said
+#: default `max_length`
 _LENGTH = 32768
 #: how many ends of turns are kept for models that cannot crop
 _ENDS = "4GB"
@@ -296,7 +296,7 @@ class Chat:
         self.cache.reset()
         if not self._return_to_end(ids):
             warnings.warn(
-                f"the conversation is read anew ({ids.shape[1]} tokens): its text has changed before the end of every turn "
+                f"the conversation is read again ({ids.shape[1]} tokens): its text has changed before the end of every turn "
                 "that is kept, and this model's layers cannot go back",
                 stacklevel=4,
             )
@@ -388,7 +388,7 @@ class Chat:
 
 
 def _checked_length(max_length: int | None, model: Any) -> int:
-    """Tokens of a conversation with this model. Raises if the model was made for fewer than are asked for."""
+    """Tokens of a conversation with this model. Raises if `max_length` exceeds the length that the model was made for."""
     check_count("max_length", max_length, optional=True)
     longest = longest_text(unwrap(model).config)
     if max_length is None:

@@ -44,7 +44,7 @@ class _NoSectors:
     """Takes the place of transformers' memory sectors."""
 
     def try_to_free_sectors(self) -> None:
-        """Does nothing: a page of the pool is free as soon as nobody holds it."""
+        """Does nothing: a page of the pool is free as soon as its reference count is 0."""
 
 
 class PackedCache(PagedAttentionCache):
@@ -177,7 +177,7 @@ class PackedCache(PagedAttentionCache):
         """Like `extend_read_and_write_indices`."""
 
     def update(self, *args, **kwargs):
-        raise RuntimeError("packed pages are read by attn_implementation='lowbit_kv' alone; nothing was stored")
+        raise RuntimeError("only attn_implementation='lowbit_kv' reads packed pages; nothing was stored")
 
 
 class PackedRunner(ModelRunner):
@@ -191,7 +191,7 @@ class PackedRunner(ModelRunner):
 
     def compute_batch(self, model: Any, batch_data: dict) -> None:
         """Compute the batch's logits, and sample new tokens as transformers does."""
-        # `_forward_process_and_sample` reads this: the logits are those of the new tokens alone
+        # `_forward_process_and_sample` reads this: the logits are those of the new tokens only
         batch_data["logits_to_keep"] = batch_data["logits_indices"]
         before = self._running
         self._running = frozenset(each.state.request_id for each in self.inputs_and_outputs.requests_in_batch)
@@ -229,7 +229,7 @@ class PackedRunner(ModelRunner):
             for (place, _, _), of_row in zip(decoding, rows_logits, strict=True):
                 logits[place] = of_row
         wanted = [x for x, each in zip(logits, batch, strict=True) if each.has_new_token]
-        if not wanted:  # chunks of prompts alone: no token is drawn
+        if not wanted:  # only chunks of prompts: no token is drawn
             return SimpleNamespace(logits=logits[0].new_empty(1, 0, len(logits[0])))
         return SimpleNamespace(logits=torch.stack(wanted)[None])
 

@@ -114,4 +114,4 @@ class PooledCache(LowBitCache):
             layer.begin(length)
 
     def check_overrun(self, wait: bool = True) -> None:
-        """Does nothing: the pool gives every row its pages before a token comes, so the device need not be asked."""
+        """Does nothing: the pool gives every row its pages before a token comes, so no check of the device is needed."""

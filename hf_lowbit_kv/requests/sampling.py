@@ -70,7 +70,7 @@ class Sampler:
     @property
     def kind(self) -> Hashable | None:
         """The kind of the processors: sequences of one kind are processed together. `None`: this one is processed
-        alone, with its tokens."""
+        separately, with its tokens."""
         if not all(type(processor) in BY_SCORES for processor in self.processors):
             return None
         return tuple((type(each).__name__, tuple(sorted(vars(each).items()))) for each in self.processors)

@@ -39,7 +39,7 @@ PAGE_SIZES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer stores, apart from its sizes in batch, heads and channels. Hashable; `key` is its text form.
+    """How one layer stores tokens, apart from its sizes in batch, heads and channels. Hashable; `key` is its text form.
 
     Args:
         key_format, value_format: page formats.
@@ -131,7 +131,7 @@ class LayerSpec:
         return 0 if self.direct else self.residual + self.page_size
 
     def paged_after(self, tokens: int) -> int:
-        """How many of `tokens` tokens (sink not counted) stand in pages after they have been stored."""
+        """How many of `tokens` tokens (sink not counted) are in pages after they have been stored."""
         if self.direct:
             return max(tokens, 0)
         return max(tokens - self.residual, 0) // self.page_size * self.page_size
@@ -157,7 +157,7 @@ class LayerSpec:
     # ---- parameters -----------------------------------------------------------------------------------------------
 
     def roles(self, head_dim_k: int, head_dim_v: int) -> tuple[tuple[str, Parametrized, int], ...]:
-        """What may have parameters: its role, itself, and the size of its heads. Records stand in this order."""
+        """`(role, part, head_dim)` of each part that may have parameters, in record order."""
         return (
             ("key_transform", self.key_transform, head_dim_k),
             ("value_transform", self.value_transform, head_dim_v),
@@ -166,7 +166,7 @@ class LayerSpec:
         )
 
     def parameters(self, head_dim_k: int, head_dim_v: int, num_kv_heads: int) -> tuple[Parameter, ...]:
-        """What calibration supplies for a layer, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
+        """The tensors that calibration supplies, by full name: `key_format.codebook`, `key_transform.factors`, ..."""
         return tuple(
             parameter._replace(name=f"{role}.{parameter.name}")
             for role, part, head_dim in self.roles(head_dim_k, head_dim_v)
@@ -247,7 +247,7 @@ def _of_role(tensors: Mapping[str, torch.Tensor], role: str) -> dict[str, torch.
 
 
 def _check_registered(argument: str, part: Format | Transform, parse: Callable[[Any], Any]) -> None:
-    """Raise if a name stands for another format or transform, or for none, because operations get formats and
+    """Raise if a name means another format or transform, or none, because operations get formats and
     transforms by name."""
     try:
         registered = parse(part.name)

@@ -1,6 +1,6 @@
 """The numbers that a linear layer multiplies with, whatever stores them: plain floats, quantized weights, adapters.
 
-A plain weight is read. Of any other layer the weight's columns are the outputs for unit vectors.
+A plain weight is read. For any other layer the weight's columns are the outputs for unit vectors.
 """
 
 from __future__ import annotations

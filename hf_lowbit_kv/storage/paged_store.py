@@ -5,8 +5,8 @@ A row (one sequence) of a layer is
     [ sink | pages of `page_size` tokens, packed | tail: the newest tokens ]
 
 `sink` and tail hold the model's dtype. The tail is a ring: the token with index `i` (counted from the end of the sink)
-stands in slot `i % tail_size`. Page `p` holds tokens `p * page_size` and up, whatever pieces they arrived in, so a row's
-pages depend on its tokens alone.
+is in slot `i % tail_size`. Page `p` holds tokens `p * page_size` and up, whatever pieces they arrived in, so a row's
+pages depend only on its tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LayerState(NamedTuple):
     length: torch.Tensor
     """int32 `[B, H]`: tokens stored, sink counted, padding not"""
     paged: torch.Tensor
-    """int32 `[B, H]`: how many of them stand in pages"""
+    """int32 `[B, H]`: how many of them are in pages"""
     lost: torch.Tensor
     """int32 `[B, H]`: tokens that came when the row had no room, and so were not stored"""
     scratch: torch.Tensor
@@ -134,11 +134,11 @@ class PagedStore(LayerStore):
     """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
 
     Args:
-        capacity: tokens a row can hold (preallocated, addresses never change), or `None` to grow by blocks.
+        capacity: tokens per row (preallocated, addresses never change), or `None` to grow by blocks.
         parameters: the layer's records, see `LayerState`.
     """
 
-    #: whether the table is known to count through one block, which no other store uses: row by row, page by page
+    #: True if `page_table` is `arange` over one unshared block
     _in_order = False
 
     # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
@@ -315,14 +315,14 @@ class PagedStore(LayerStore):
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and an open page are copied.
 
-        Behind its shared pages a row's table names free pages, which no row refers to. The CPU does not wait for the
+        After its shared pages a row's table names free pages, which no row uses. The CPU does not wait for the
         device unless the number of rows changes (or has changed before).
         """
         state, rows = self.state, rows.to(self.device).clone()  # inference tensors cannot index outside it
         if self.capacity is not None and len(rows) != self.batch_size:
             raise ValueError(
-                f"a preallocated cache (max_cache_len={self.capacity}) has {self.batch_size} rows for good; "
-                f"{len(rows)} were asked for. Use a growing cache, or repeat the prompt before the first call."
+                f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.batch_size} rows; "
+                f"{len(rows)} were requested. Use a growing cache, or repeat the prompt before the first call."
             )
         self._in_order = False
         names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost", "page_table")

@@ -1,7 +1,7 @@
 """Pages that several stores share. This is the only place, on the CPU, that counts which store holds which page.
 
-A fork reads the full pages of the store that it came from, in the memory blocks where they lie. Nobody writes to a full
-page, so sharing needs only three rules:
+A fork reads the full pages of the store that it came from, in the memory blocks where they are. A full page is never written
+to, so sharing needs only three rules:
 
 - A block belongs to the oldest living store that uses it.
 - Only the owner takes free pages from a block.
@@ -34,7 +34,7 @@ def pages_of(mask: int, count: int) -> torch.Tensor:
 
 
 class _Users:
-    """Of one block: the stores that use it, in the order in which they came, each with the pages that it holds. Numbers,
+    """The stores that use one block, in the order in which they came, each with the pages that it holds. Numbers,
     because a cache has many layers, and many blocks in each."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Holding:
                     holding._use(users, held)
 
     def read(self, tensor: torch.Tensor) -> None:
-        """Count this store among the readers of a tensor that nobody writes."""
+        """Count this store among the readers of a read-only tensor."""
         with _lock:
             if (numbers := _readers.get(tensor)) is None:
                 numbers = _readers[tensor] = []

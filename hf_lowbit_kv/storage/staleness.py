@@ -129,7 +129,7 @@ class Seen:
         return len(now) == len(self._looks) and all(map(_same, self._looks, now))
 
 
-#: how deep attributes are followed: numbers for reading quantized weights may stand in objects attached to a weight
+#: how deep attributes are followed: numbers for reading quantized weights may be in objects attached to a weight
 _DEPTH = 6
 _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
 

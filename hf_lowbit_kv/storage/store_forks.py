@@ -1,6 +1,6 @@
 """Forks of stores: others with the same tokens, which share full pages with the stores they came from.
 
-A cache forks the stores of all its layers at once, as often as it is asked to. The CPU waits for the device once, plans once
+A cache forks the stores of all its layers at once, `n` times. The CPU waits for the device once, plans once
 for all layers whose tables agree (as a rule all do), and lets one call copy what all forks of all layers have of their own.
 It plans with NumPy: PyTorch's small operations take longer, and share larger ones out to threads that other work may hold.
 """
@@ -23,12 +23,12 @@ _COUNTERS = ("length", "paged", "lost", "scratch")
 
 
 class _ForkPlan(NamedTuple):
-    """What a fork of `B` rows consists of, with `P` pages a row."""
+    """Contents of a fork of `B` rows, with `P` pages per row."""
 
     shared: list[tuple[int, int]]
     """places in the pool of blocks with pages that are shared, and which pages (`shared_pages.mask_of`)"""
     new_pages: int
-    """pages of its own: a block that stands in front of the shared ones"""
+    """pages of its own: a block before the shared ones"""
     entries: np.ndarray
     """int32 `[B, P]`: its page table"""
     blocks: np.ndarray
@@ -41,11 +41,11 @@ class _ForkPlan(NamedTuple):
 
 @torch.inference_mode(False)
 def fork_stores(stores: Sequence[PagedStore], capacity: int | None, n: int = 1) -> list[list[PagedStore]]:
-    """`n` times a fork of each store. Full pages are shared, windows and open pages are copied; what is stored in one of them
-    from now on does not show in the others. Waits for the device once.
+    """`n` times a fork of each store. Full pages are shared, windows and open pages are copied; later writes to
+    one are not visible in the others. Waits for the device once.
 
     Args:
-        capacity: as for a new store. Nothing says so where a row holds more tokens already.
+        capacity: as for a new store. Not checked against the current length.
     """
     alike: dict[tuple, list[int]] = {}
     tables = _tables(stores)
@@ -75,7 +75,7 @@ def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _tables(stores: Sequence[PagedStore]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each store, int32 on the CPU: its page table `[B, P]`, and how many tokens of each row stand in pages `[B]`."""
+    """For each store, int32 on the CPU: its page table `[B, P]`, and how many tokens of each row are in pages `[B]`."""
     parts: dict[tuple, list[torch.Tensor]] = {}
     for store in stores:
         parts.setdefault((store.device, store.batch_size), []).extend((store.state.page_table, store.state.paged))

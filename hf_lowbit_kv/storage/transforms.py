@@ -120,7 +120,7 @@ class Transform(Parametrized, ABC):
         return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
 
     def lacking(self, q: torch.Tensor, tensors: Tensors, num_kv_heads: int) -> torch.Tensor | None:
-        """What the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys lack, float32 `[B, Hq,
+        """Constant missing in the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys, float32 `[B, Hq,
         n]`; `None`: nothing."""
         if not self.centered:
             return None
@@ -137,7 +137,7 @@ class Transform(Parametrized, ABC):
 
 
 def _by_kv_head(x: torch.Tensor, num_kv_heads: int, work) -> torch.Tensor:
-    """`work` on `[B, Hq, n, D]`, where the query heads of a KV head stand in one axis with the tokens."""
+    """`work` on `[B, Hq, n, D]`, where the query heads of a KV head share one axis with the tokens."""
     grouped = x.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)
     return work(grouped).reshape(x.shape).to(x.dtype)
 
@@ -312,7 +312,7 @@ class Eigen(Matrix):
 @dataclass(frozen=True)
 class Chain(Transform):
     """Transforms applied one after the other, e.g. `"smooth+hadamard"`. Parameter names contain the names of their
-    transforms, and a transform may stand in a chain only once."""
+    transforms, and a chain may contain a transform only once."""
 
     stages: tuple[Transform, ...]
 

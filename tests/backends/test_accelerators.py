@@ -1,4 +1,4 @@
-"""AMD, Intel and Apple GPUs, all faked: which backend runs there, what is said about it, and what `doctor` looks at."""
+"""AMD, Intel and Apple GPUs, all faked: which backend runs there, what the messages say, and what `doctor` checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOW = "runs on the slow PyTorch reference"
 
 @pytest.fixture
 def rocm(monkeypatch):
-    """A ROCm build of torch calls its devices "cuda", and tells a capability as an NVIDIA GPU does."""
+    """A ROCm build of torch calls its devices "cuda", and reports a capability as an NVIDIA GPU does."""
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(torch.version, "hip", "6.4.43484")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -69,7 +69,7 @@ def test_rocm_gets_triton_and_says_why(rocm):
 
 
 def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
-    """Not for missing bindings, which nobody needs there."""
+    """Not for missing bindings, which are unused there."""
     ops.check_backend("cuda")
     with pytest.raises(ValueError, match=re.escape(f"backend='cuda' {ON_ROCM}; use backend='triton'")):
         ops.choose_backend("cuda", ops.Served(rocm, torch.float16, SPEC))

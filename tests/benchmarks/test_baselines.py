@@ -88,7 +88,7 @@ def test_oscar_is_a_rotation_along_eigenvectors():
 
 
 def test_scores_and_outputs_stay(model):
-    """With matrices alone nothing changes: dense formats behind them give DynamicCache's logits."""
+    """Matrices alter nothing by themselves: with dense formats after them the logits are DynamicCache's."""
     ids = Numbers()(TEXT.content).input_ids[:, :300]
     moments = baselines.read_moments(model, [ids[0]])
     costs = baselines.output_costs(model, moments, {index: len(each.sums["k"]) for index, each in moments.items()})
@@ -148,7 +148,7 @@ def test_clipped_is_exact_where_nothing_is_rounded():
 
 @pytest.mark.parametrize("name", ["quest2", "quest3", "quest4", "clipped2-q96", "clipped3-q92", "clipped4-q100"])
 def test_names_and_bits(name):
-    """Bits as the papers count them: a scale of 16 bits a token, and OSCAR's zero point."""
+    """Bits as the papers count them: a scale of 16 bits per token, and OSCAR's zero point."""
     fmt = (Quest if name.startswith("quest") else Clipped).parse(name)
     assert fmt.name == name
     assert Quest.parse("int2-token") is None
@@ -160,7 +160,7 @@ def test_names_and_bits(name):
     page = fmt.encode(x)
     part = fmt.encode(torch.cat([x[:, :50], torch.zeros(1, 78, 64)], 1))
     arrays = [fmt.split(each, 64, 128, x.dtype) for each in (page, part)]
-    for array in arrays[0]:  # a token's bytes depend on that token alone
+    for array in arrays[0]:  # a token's bytes depend only on that token
         assert torch.equal(arrays[0][array][:, :50], arrays[1][array][:, :50])
 
 

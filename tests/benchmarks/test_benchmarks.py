@@ -202,7 +202,7 @@ def test_the_matrix_has_every_shape():
 
 @pytest.mark.slow
 def test_another_tree_is_timed_on_the_same_layers(tmp_path):
-    """This checkout's own folders stand for it: results agree, and both are recorded."""
+    """This checkout's own folders take its place: results agree, and both are recorded."""
     out, tree = tmp_path / "decode.jsonl", str(RESULTS.parents[1])
     done = bench(out, "--shape", "2x4x2x390", "--backend", "torch", "--preset", "kivi-2", "--against", tree)
     assert done.exit_code == 0, done.output

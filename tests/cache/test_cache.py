@@ -149,7 +149,7 @@ def test_crop_counts_padding_of_single_tokens(model, max_cache_len):
 @pytest.mark.parametrize("residual", [32, 0])
 @pytest.mark.parametrize("max_cache_len", [None, 400])
 def test_rows_that_share_pages_are_cropped_and_go_on(residual, max_cache_len):
-    """Tokens behind what is left are packed in pages that no other row has."""
+    """Tokens after what is left are packed in pages that no other row has."""
     ours, theirs = tiny_models("llama")
     rows = 1 if max_cache_len is None else 2
     ids, more = left_padded(1, 200)[0].expand(rows, -1), left_padded(2, 180, seed=2)[0][:, -150:]
@@ -289,7 +289,7 @@ def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
 def test_a_preallocated_cache_keeps_its_rows(model):
     cache = lb.from_preset("kivi-2", model, max_cache_len=100)
     _prefill(model, cache, left_padded(1, 20)[0])
-    with pytest.raises(ValueError, match="has 1 rows for good; 3 were asked for"):
+    with pytest.raises(ValueError, match="is fixed to 1 rows; 3 were requested"):
         cache.batch_repeat_interleave(3)
 
 

@@ -224,7 +224,7 @@ def test_a_prompt_that_is_not_longer_than_what_is_stored(model, padding, max_cac
 
     text = model.generate(**begun(40, 1))
     for tokens in (30, 43, 44):
-        with pytest.raises(ValueError, match=r"44 .*whole text so far and go on behind it.*[Cc]all cache\.reset\(\)"):
+        with pytest.raises(ValueError, match=r"44 .*full text so far plus the new tokens.*[Cc]all cache\.reset\(\)"):
             model.generate(**begun(tokens, 2))
         assert int(cache.get_seq_length()) == 44
     more = begun(50, 1) | {"inputs": torch.cat([text, left_padded(2, 5)[0]], 1)}

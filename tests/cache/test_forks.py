@@ -45,7 +45,7 @@ def _memory(caches) -> int:
 @pytest.mark.fast_if(wanted=one_of_each_width)
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cache_len):
-    """Rows of different lengths; several pages are packed behind the fork, differently in each."""
+    """Rows of different lengths; several pages are packed after the fork, differently in each."""
     ids, mask = left_padded(2, 100)
     options = {"page_size": 32, "residual": residual, "max_cache_len": max_cache_len}
     cache, alone = (cache_of(model, formats, **options) for _ in range(2))
@@ -59,7 +59,7 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
         fresh = cache_of(model, formats, **options)
         _read(model, fresh, ids, mask)
         assert torch.equal(_read(model, fresh, text, mask_behind), got)
-    # and what stands in them now is theirs alone
+    # and they hold only their own tokens now
     for each, text in zip((first, second, cache), texts, strict=True):
         fresh = copy.deepcopy(alone)
         _read(model, fresh, text, mask_behind)
@@ -147,7 +147,7 @@ def test_every_byte_counts_once_whoever_goes_first(model, max_cache_len):
 
 @LENGTHS
 def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_len):
-    """Whatever happens to one of the two, the other goes on as if alone."""
+    """Whatever happens to one of the two, the other is unaffected."""
     ids, _ = left_padded(1, 80)
 
     def reset(cache):

@@ -98,7 +98,7 @@ ORDERS = {"gemma3_text": ["LFLF", "FL", "LFL"], "qwen3_next": ["LFLF", "LF", "FL
 @pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "preallocated"])
 @pytest.mark.parametrize(("family", "order"), [(family, order) for family in ORDERS for order in ORDERS[family]])
 def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tokens):
-    """Going on is refused; an interruption behind the last layer has left nothing undone."""
+    """Going on is refused; an interruption after the last layer has left nothing undone."""
     kinds = {
         "F": "full_attention",
         "L": {"gemma3_text": "sliding_attention", "lfm2": "conv"}.get(family, "linear_attention"),

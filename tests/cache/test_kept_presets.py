@@ -32,7 +32,7 @@ def read(model, cache, ids):
 
 
 def go_on_alike(model, folder, make):
-    """Forks and restored caches, growing and preallocated: a text that fills pages, and a step behind it."""
+    """Forks and restored caches, growing and preallocated: a text that fills pages, and a step after it."""
     prompt, text = left_padded(1, 400)[0], left_padded(1, 200, seed=1)[0]
     for length in (None, 800):
         cache = make(length)

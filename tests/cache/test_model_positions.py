@@ -25,7 +25,7 @@ SMALL = {"page_size": 32, "residual": 32}
 
 
 def prompt_of(model, side, seed=2, tokens=60):
-    """ids, and the image that is in their middle: `side` times `side` tokens. side: 0 for a text alone."""
+    """ids, and the image that is in their middle: `side` times `side` tokens. side: 0 for a text without an image."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(3, 150, (tokens,), generator=generator)
     if side == 0:

@@ -27,7 +27,7 @@ def rows_of(heading: str) -> dict[str, list[str]]:
     cells = [(re.findall(r"`([\w.-]+)`", names), [cell.strip() for cell in result]) for *result, names in lines]
     assert len({tuple(result) for _, result in cells}) == len(cells), "two rows have the same results"
     rows = [(name, result) for names, result in cells for name in names]
-    assert len(dict(rows)) == len(rows), "a name stands in two rows"
+    assert len(dict(rows)) == len(rows), "a name is in two rows"
     return dict(rows)
 
 

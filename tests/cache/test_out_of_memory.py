@@ -125,7 +125,7 @@ def test_a_longer_text(kind, residual):
             mode = _short_of_memory(machine, layer, "reserve", fails, partial(machine.append, 300, ""))
             if mode is not None:
                 break
-            # layers in front have stored the chunk, this one and those behind it have not
+            # layers in front have stored the chunk, this one and those after it have not
             assert [rows[0].length > 120 for rows in machine.text.layers][: layer + 1] == [True] * layer + [False]
             _check_layers(machine)
             _refused_until_reset(machine)

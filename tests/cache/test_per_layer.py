@@ -124,7 +124,7 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ({"per_layer": {9: "kv8"}}, ValueError, r"per_layer has the index 9.*allowed: \[0, 1, 2, 3\]"),
         ({"per_layer": {-5: "kv8"}}, ValueError, r"per_layer has the index -5.*negative ones count from layer 3"),
         ({"per_layer": {1: "kv8", -3: "kv4"}}, ValueError, "per_layer has layer 1 twice, as 1 and as -3"),
-        ({"per_layer": {1: "kv8"}, "dense_layers": [-3]}, ValueError, r"layers \[1\] stand in dense_layers and in"),
+        ({"per_layer": {1: "kv8"}, "dense_layers": [-3]}, ValueError, r"layers \[1\] are in dense_layers and in"),
         ({"per_layer": {1: "kv9"}}, ValueError, r"per_layer\[1\]: preset='kv9' is not known"),
         (
             {"per_layer": {1: {"keys": "dense"}}},

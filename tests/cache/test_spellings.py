@@ -53,7 +53,7 @@ def test_a_format_without_bits(model):
         lb.from_preset("dense", model, nbits=2)
 
 
-# ---- what editors are told --------------------------------------------------------------------------------------------
+# ---- what editors see -------------------------------------------------------------------------------------------------
 
 
 def test_names_that_editors_offer():

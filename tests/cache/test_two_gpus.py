@@ -37,7 +37,7 @@ def text():
 
 
 def logits_of(model, cache, ids):
-    """Behind a prompt in two pieces and 40 single tokens."""
+    """After a prompt in two pieces and 40 single tokens."""
     pieces = (ids[:, :400], ids[:, 400:660], *ids[:, 660:].split(1, dim=1))
     with torch.no_grad():
         return torch.stack([model(piece, past_key_values=cache).logits[:, -1] for piece in pieces])
@@ -59,7 +59,7 @@ def test_logits_are_those_of_one_gpu(models, text, formats, size, backend):
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink", "kitty-pro"])
 def test_calls_write_the_text_of_one_gpu(models, text, preset, monkeypatch):
-    monkeypatch.setattr(recording, "_told", weakref.WeakKeyDictionary())  # each model is told once
+    monkeypatch.setattr(recording, "_told", weakref.WeakKeyDictionary())  # each model warns once
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     expected = lb.generate(models[0], text, preset=preset, step="eager", **options)
     with pytest.warns(UserWarning, match="its weights are on several devices"):

@@ -42,7 +42,7 @@ def expected(matrix, heads, grid):
     each, counted = torch.zeros(heads, tokens, dtype=torch.float64), []
     for j in range(grid.sink, tokens):
         page = (j - grid.sink) // grid.page_size
-        first = grid.sink + grid.page_size * (page + 2)  # the chunk behind the page behind the token's own
+        first = grid.sink + grid.page_size * (page + 2)  # the chunk after the page after the token's own
         if tokens - first >= 128:
             each[:, j] = squares[:, first:, j].sum(1) / (tokens - first)
             counted.append(j)
@@ -98,7 +98,7 @@ def plain_attention_kept():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "gemma4_text"])
 def test_a_model_hands_on_what_its_layers_get(family, plain_attention_kept):
-    """Queries behind RoPE and norms, scaling, softcap and sinks are the model's; sliding layers are left out."""
+    """Queries after RoPE and norms, scaling, softcap and sinks are the model's; sliding layers are left out."""
     model = tiny_models(family)[0]
     window, grid = torch.randint(3, 150, (LENGTH,)), PageGrid(32, 128)
     before = model.config._attn_implementation
@@ -180,7 +180,7 @@ def test_short_windows_are_not_weighed_and_say_so():
         if "keys" in name:  # but for the mean of all keys
             assert torch.equal(tensor, other) == name.endswith("eigen.center"), name
             continue
-        # attention tells which center of values loses less, none or their mean; all else of a head follows from its center
+        # attention determines which center of values loses less, none or their mean; all else of a head follows from its center
         center = f"{name.rpartition('.')[0]}.center"
         same = [torch.equal(x, y) for x, y in zip(weighted.tensors[center], without.tensors[center], strict=True)]
         for head, equal in enumerate(same):

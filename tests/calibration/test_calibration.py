@@ -159,7 +159,7 @@ def test_caches_find_it(model, calibration):
         cache.layers[0].parameters["key_transform.factors"],
         calibration.get(0, "keys", ("smooth+hadamard", "factors")),
     )
-    with pytest.raises(ValueError, match="hf-lowbit-kv calibrate"):  # a configuration does not tell models apart
+    with pytest.raises(ValueError, match="hf-lowbit-kv calibrate"):  # a configuration does not identify a model
         lb.from_preset("tiny-vq", model.config)
     lb.from_preset("tiny-vq", model.config, calibration=calibration)
 

@@ -1,4 +1,4 @@
-"""What a calibration is said to take, against what it takes."""
+"""The announced cost of a calibration, compared with the real cost."""
 
 from __future__ import annotations
 

@@ -324,7 +324,7 @@ def test_steps_do_not_stay_behind_another_matrix(model):
     merged = first.merged(both)
     assert merged.tensors["layers.1.keys.eigen.matrix"][0, 0, 0] == 2
     assert [run["attention"] for run in merged.source] == [True]
-    assert calibration_of(model).merged(calibration_of(model, 2.0)).tensors  # nothing stands behind these
+    assert calibration_of(model).merged(calibration_of(model, 2.0)).tensors  # nothing depends on these
 
 
 def test_processes_that_add_to_one_file(model, tmp_path):

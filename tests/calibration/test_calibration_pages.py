@@ -66,7 +66,7 @@ def off_diagonal(mapped, page_size, sink):
 @pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_the_rotation_makes_channels_of_a_page_independent(page_size, model):
-    """Without gradients keys are mapped to channels that do not vary together around the mean of a page, of that size alone."""
+    """Without gradients keys are mapped to channels that do not vary together around the mean of a page, only of that size."""
     spec = spec_of(page_size)
     found = calibrate(model, [spec])
     windows = [
@@ -153,7 +153,7 @@ def test_two_page_sizes_at_once_give_what_each_gives_alone(model):
 
 
 def test_the_same_for_two_page_sizes_is_refused(model):
-    with pytest.raises(ValueError, match=r"eigen of keys is asked for with pages of 64 and of 128 tokens.*make two"):
+    with pytest.raises(ValueError, match=r"eigen of keys is needed with pages of 64 and of 128 tokens.*make two"):
         calibrate(model, [spec_of(64), spec_of(128)])
 
 
@@ -176,7 +176,7 @@ def test_keys_that_are_equal_inside_a_page_do_not_vary():
 
 
 def test_weights_stay_with_their_tokens(monkeypatch):
-    """Tokens and weights both carry the number of the token: calibrators must get the same numbers in both, behind the sink
+    """Tokens and weights both carry the number of the token: calibrators must get the same numbers in both, after the sink
     and page by page, in whatever order pages were drawn."""
     observed, fitted = [], []
 

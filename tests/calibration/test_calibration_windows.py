@@ -1,4 +1,4 @@
-"""Texts of any length become windows; what is said before a model reads them, and what is shown meanwhile."""
+"""Texts of any length become windows; messages before a model reads them, and progress meanwhile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def windows_of(texts, length, end=END):
 def test_long_texts_are_cut_and_the_rest_is_joined():
     whole, joined = windows_of([text(100, 9), text(200, 3), text(300, 4), text(400, 6)], 4)
     assert whole == [[*range(100, 104)], [*range(104, 108)], [*range(300, 304)], [*range(400, 404)]]
-    # 108, and the texts and remainders behind it; an end token between two, the last piece is not filled up
+    # 108, and the texts and remainders after it; an end token between two, the last piece is not filled up
     assert joined == [[108, END, 200, 201], [202, END, 404, 405]]
 
 
@@ -192,7 +192,7 @@ def test_many_short_texts_calibrate(model):
     lb.from_preset("eigen-2", model, calibration=found)
 
 
-# ---- what is said and shown -------------------------------------------------------------------------------------------
+# ---- messages and progress --------------------------------------------------------------------------------------------
 
 LONG = [" ".join(str(3 + i * i % 97) for i in range(5000)), "5 6 7"]
 

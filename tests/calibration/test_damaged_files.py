@@ -116,7 +116,7 @@ def test_bytes_that_were_changed(saved, tmp_path):
 
 
 def test_every_bit_counts(saved, tmp_path):
-    """One bit of each tensor, of its first number and of its last: numbers stay finite, and only the digest tells."""
+    """One bit of each tensor, of its first number and of its last: numbers stay finite, and only the digest shows it."""
     whole, source = saved
     data = source.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -223,7 +223,7 @@ def length_of_header(number):
 
 HUGE = {
     "terabytes that are there": (header_of_terabytes, r"has 439804651\d{4} bytes"),
-    "terabytes behind the end": (lambda path: sparse(path, 2**42), "has 4398046511104 bytes"),
+    "terabytes after the end": (lambda path: sparse(path, 2**42), "has 4398046511104 bytes"),
     "terabytes that are promised": (promise([2**40], 2**42), "cannot be read"),
     "a shape that overflows": (promise([2**33, 2**33], 2**42), "cannot be read"),
     "a shape without offsets": (promise([2**40, 0], 0), "cannot be read|altered"),

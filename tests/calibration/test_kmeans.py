@@ -17,7 +17,7 @@ def test_as_many_centroids_as_points_are_the_points():
 
 
 def test_points_that_occur_often_take_one_centroid():
-    """Centroids that nobody is nearest to begin again elsewhere."""
+    """Centroids without points begin again elsewhere."""
     x = 10 * torch.eye(4)
     for seed in range(5):
         assert as_rows(_lloyd(x[[0, 0, 0, 0, 0, 1, 1, 2, 3]], 4, seed, ITERATIONS)) == as_rows(x)

@@ -48,7 +48,7 @@ def arguments(model_folder, tmp_path, monkeypatch):
     text.write_text(NUMBERS, encoding="utf-8")
     (tmp_path / "kept.safetensors").write_bytes(b"")
     sentences = tmp_path / "sentences.txt"
-    sentences.write_text("Some words stand here. Others stand there. " * 400, encoding="utf-8")
+    sentences.write_text("Some words are here. Others are there. " * 400, encoding="utf-8")
     data = tmp_path / "documents.jsonl"
     data.write_text(json.dumps({"text": NUMBERS}) + "\n")
     monkeypatch.setattr(protocols, "CONTEXT", 400)

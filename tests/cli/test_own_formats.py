@@ -95,7 +95,7 @@ def test_a_file_of_ones_own(run, tmp_path):
     row = next(row for row in json.loads(out) if row["preset"] == "mine-keys")
     assert (row["keys"], row["values"], row["calibrated"]) == ("mine", "int4-token", False)
     assert 6 < row["bits_per_value"] < 7  # 8 and 4 bits, half a scale a number, and the window
-    # the file is run once, and options that name the preset may stand in front
+    # the file is run once, and options that name the preset may come first
     code, out, err = run("fits", "--preset", "mine-keys", "--context", 8192, "--json", "--import", path)
     assert code == 0, err
     assert [row["preset"] for row in json.loads(out)] == ["16-bit", "mine-keys"]

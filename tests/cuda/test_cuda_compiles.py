@@ -131,7 +131,7 @@ KNOWN = {
     ("sm_90", "eigen-3", 128, 1, "append_one"): 288,
     ("sm_90", "eigen-4", 64, 1, "append_one"): 76,
 }
-#: of any preset: storing keeps registers over its calls, once a token or once a page
+#: of any preset: storing keeps registers over its calls, once per token or once per page
 KNOWN_OF_ALL = {"append_one": 40, "append_pages": 32}
 
 
@@ -150,7 +150,7 @@ def fast(names: list[str], some: list[str]) -> list:
     return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-#: codebooks, static codes and plain tokens are compiled by g++ alone
+#: codebooks, static codes and plain tokens are compiled only by g++
 FAST = ["kitty", "fp8"]  # kivi-2 for another GPU, and with several tokens
 
 

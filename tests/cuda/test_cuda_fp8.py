@@ -54,7 +54,7 @@ def slow(*cases) -> list:
 ATTENDS = [
     Case(**FP8, **PAGES, lengths=(700, 1, 290)),
     Case(**CENTERED, **PAGES, lengths=(700, 1, 290), heads=1, key_offset=300.0),
-    # an open page, which ends inside of a piece; NaN stands behind its last token
+    # an open page, which ends inside of a piece; NaN follows its last token
     Case(**FP8, residual=0, sink=0, lengths=(70, 33), groups=5, dtype=bf16, heads=1),
     *slow(
     Case(keys="fp8", values="int4-token", head_dim=96, lengths=(300, 40), heads=1, groups=16, tokens=2, padded=True),
@@ -170,7 +170,7 @@ def test_special_rows(case, monkeypatch):
 
 
 def test_which_are_served():
-    """A scale a token; others stay with Triton, or the reference. The preset keeps a window, as others do."""
+    """A scale per token; others stay with Triton, or the reference. The preset keeps a window, as others do."""
     served = [("fp8", "fp8"), ("fp8-centered", "fp8")]
     others = [("fp8-static", "fp8-static"), ("fp8-block", "fp8-block"), ("fp8", "fp8-centered")]
     for names, reason in [(names, None) for names in served] + [(names, "no kernels for") for names in others]:

@@ -49,7 +49,7 @@ def dealt(monkeypatch):
         (Case(lengths=(70,) * 4), 1),
         (Case(lengths=(70, 70, 70, 70, 69, 70, 70, 70)), -2),  # not of one length: shares
         (Case(lengths=(0,) * 8), -2),
-        # a pool's rows, and the empty slots behind them
+        # a pool's rows, and the empty slots after them
         (Case(lengths=(310, 70, 1, *(0,) * 13)), -4),
         pytest.param(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), -8, marks=pytest.mark.slow),
         (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), -2),
@@ -79,7 +79,7 @@ class Counting(cuda_emulator.Module):
 
 
 def test_empty_rows_do_not_all_go_to_one_team(monkeypatch):
-    """Behind the rows of a pool stand empty ones, which cost a team time and no bytes: three long rows would leave them to one
+    """After the rows of a pool come empty ones, which cost a team time and no bytes: three long rows would leave them to one
     or two teams."""
     case = Case(lengths=(4000, 3900, 3950, *(0,) * 45), heads=1, head_dim=64)
     with emulated(monkeypatch, processors=4, module=Counting):

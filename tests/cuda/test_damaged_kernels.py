@@ -1,6 +1,6 @@
 """Damaged files among the CUDA kernels kept on disk: none is loaded, the log names it, and the kernel is compiled again.
 
-NVRTC is stood in for.
+NVRTC is a fake.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def whole(folder: Path) -> bytes:
 
 
 def refused(folder: Path, log: Callable[[], str]) -> bool:
-    """Whether what stands in the kernel's place is not loaded, the log names it, and the kernel can be kept again."""
+    """Whether the damaged file is not loaded, the log names it, and the kernel can be kept again."""
     loaded = kernel_store.load(NAME)
     named = str(folder / NAME) in log()
     kernel_store.keep(NAME, KERNEL)

@@ -114,7 +114,7 @@ def test_a_step_of_another_kind_gets_another_kernel(cuda, monkeypatch):
 
 
 def test_tensors_that_lie_otherwise(cuda):
-    """Other strides, a pointer that no load of 16 bytes takes, and usual ones again: of all tensors, and of each alone."""
+    """Other strides, a pointer that no load of 16 bytes takes, and usual ones again: of all tensors, and of each one."""
     case, gen, truth, layer = layers(capacity=400)
     chunk = random_step(case, gen).chunk(case)._replace(mask=torch.tensor([[False], [True]]))
     expected = reference.OPERATIONS.attend(chunk, truth)[1]
@@ -150,7 +150,7 @@ def test_parameters_and_copies_go_with_the_layer(cuda):
     assert twin.tensors()["key_transform"][0].data_ptr() != layer.tensors()["key_transform"][0].data_ptr()
     for store in (layer, truth):
         for record in store.state.parameters:
-            record.zero_()  # the original's alone
+            record.zero_()  # only the original's
     step(cuda, case, gen, twin_truth, twin)
 
 

@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels on disk: whose they may be, and what becomes of unusable ones. NVRTC and driver are stood in for."""
+"""Compiled CUDA kernels on disk: whose they may be, and what becomes of unusable ones. NVRTC and driver are fakes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_fresh_process_of_the_benchmark_finds_no_other_kernels(monkeypatch, tm
 
 @pytest.mark.parametrize(
     ("mode", "other", "reason"),
-    [(0o755, False, "its mode is 0755, and 0700 is asked for"), (0o700, True, "it belongs to user")],
+    [(0o755, False, "its mode is 0755, and 0700 is required"), (0o700, True, "it belongs to user")],
 )
 def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkeypatch, tmp_path, caplog):
     kernel()

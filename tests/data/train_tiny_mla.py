@@ -142,7 +142,7 @@ def main(
     texts: Annotated[list[Path], typer.Argument(help="UTF-8 texts, plain or gzipped")],
     output: Annotated[Path, typer.Option(help="folder for the model and the held-out text")],
     seconds: Annotated[float, typer.Option(help="training time", min=1)] = 150,
-    batch_tokens: Annotated[int, typer.Option(help="tokens a step", min=64)] = 2**17,
+    batch_tokens: Annotated[int, typer.Option(help="tokens per step", min=64)] = 2**17,
 ) -> None:
     """Train the small MLA model and write it with the held-out text."""
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -101,7 +101,7 @@ def test_perplexity_under_accelerate(model_folder, tmp_path, count):
             timeout=300,
         )
         assert done.returncode == 0, done.stderr[-2000:]
-        found.append(json.loads(done.stdout))  # one process alone has written
+        found.append(json.loads(done.stdout))  # only one process has written
     same_figures(*found)
 
 

@@ -98,7 +98,7 @@ def test_generation_uses_a_fresh_cache_for_each_batch(model_folder):
         own = lm.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=159)
         assert text == lm.tokenizer.decode(own[0, ids.shape[1] :], skip_special_tokens=True)
         assert int(cache.layers[0].store.state.paged[0, 0]) == (ids.shape[1] + 11 - 32) // 32 * 32
-    # each prompt is read whole and exactly; what is written behind it reads 96 or 128 packed tokens
+    # each prompt is read whole and exactly; what is written after it reads 96 or 128 packed tokens
     assert 0.5 < lm.packed_share["writing"] < 0.85
 
 
@@ -107,7 +107,7 @@ def test_prompts_can_be_read_in_chunks(model_folder):
     (asked,) = requests("generate_until")[:1]
     asked.args[1].update(max_gen_toks=1, prefill_chunk_size=50)
     lm.generate_until([asked], disable_tqdm=True)
-    # 151 tokens: the last pass reads one, behind 150, of which (150 - 32) // 32 * 32 stand in pages
+    # 151 tokens: the last pass reads one, after 150, of which (150 - 32) // 32 * 32 are in pages
     assert lm.packed_share["writing"] == pytest.approx(96 / 151)
     asked.args[1].update(prefill_chunk_size=None)
     with pytest.raises(ValueError, match="packed_share=0 for writing"):

@@ -119,7 +119,7 @@ def test_one_table_over_presets(run, model_folder, task):
 
 
 def test_git_is_asked_quietly(tmp_path, monkeypatch, capfd):
-    """lm-eval asks for the commit of the folder in which it runs, once a preset."""
+    """lm-eval asks for the commit of the folder in which it runs, once per preset."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with lm_eval_model._quiet_git():
@@ -266,7 +266,7 @@ def test_offline_tasks_begin_with_shared_text(task_name, count):
         shared = sum(1 for _ in itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*queries)))
         assert shared > 4000  # about 4 characters a token
     if task_name == "hellaswag":
-        assert all(row["choices"][row["gold"]] not in row["query"] for row in rows)  # nobody saw the own answer
+        assert all(row["choices"][row["gold"]] not in row["query"] for row in rows)  # no prompt shows its own answer
 
 
 @pytest.mark.slow

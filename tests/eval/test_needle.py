@@ -1,4 +1,4 @@
-"""`hf_lowbit_kv.eval.needle`: where the fact stands, what counts as found, and what the heat maps show."""
+"""`hf_lowbit_kv.eval.needle`: where the fact is, what counts as found, and what the heat maps show."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_bad_input(folder, text, tmp_path):
         run(["kivi-2"], *loaded, lengths=(2000,), text=text)
     with pytest.raises(ValueError, match=r"has 420 tokens, and length=600 needs"):
         run(["kivi-2"], *loaded, lengths=(600,), text=text)
-    with pytest.raises(ValueError, match="length=20 is too short: fact and question alone take"):
+    with pytest.raises(ValueError, match="length=20 is too short: fact and question take"):
         run(["kivi-2"], *loaded, lengths=(20,), text=text)
     with pytest.raises(ValueError, match="kv_chunk=400 is not allowed; it must be 1 to 300"):
         run(["kivi-2"], *loaded, lengths=(300,), chunk=400, text=text)

@@ -75,7 +75,7 @@ def test_fewer_bits_cost_more(model, texts):
     assert 0 < kv8["kl"] < kv4["kl"] < kv2["kl"]
     assert kv8["top1"] >= kv4["top1"] > kv2["top1"]
     assert kv8["bits_per_value"] > kv4["bits_per_value"]
-    # the full-precision pass differs by its chunks alone
+    # the full-precision pass differs only by its chunks
     assert kv8["ppl_full"] == pytest.approx(kv2["ppl_full"], rel=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The evaluations that papers report, on small stand-ins for their data."""
+"""The evaluations that papers report, on small substitutes for their data."""
 
 from __future__ import annotations
 

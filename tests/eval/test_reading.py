@@ -111,7 +111,7 @@ def test_results_depend_neither_on_the_batch_nor_on_other_texts(reader, preset):
 @pytest.mark.parametrize("most", [MOST_PADDED, float("inf")])
 @pytest.mark.parametrize("preset", ["full", "kivi-2"])
 def test_rows_of_a_batch_may_lie_far_apart(reader, preset, most, monkeypatch):
-    """Continuations of a short and of a long context, several chunks behind each other, in one batch or not."""
+    """Continuations of a short and of a long context, several chunks one after another, in one batch or not."""
     monkeypatch.setattr(chunked_reader, "MOST_PADDED", most)
     texts = []
     for first, length in ((5, 20), (6, 200)):
@@ -147,7 +147,7 @@ def test_a_common_beginning_is_read_once(models, reader):
         reader("kivi-2").score(texts)
     finally:
         handle.remove()
-    # the long beginning, the rest of three contexts, and two continuations each (two differ in their last token alone)
+    # the long beginning, the rest of three contexts, and two continuations each (two differ only in their last token)
     assert sum(read) == 150 + (20 + 41 + 60) + 3 * (2 + 16)
 
 
@@ -171,7 +171,7 @@ def test_packed_share_is_counted(reader):
     length, text = 200, Text([3 + i % 90 for i in range(200)], 190)
     found = reader("kivi-2")
     found.score([text])
-    # page 32 and residual 32: of `n` stored tokens, (n - 32) // 32 * 32 stand in pages when the next one attends
+    # page 32 and residual 32: of `n` stored tokens, (n - 32) // 32 * 32 are in pages when the next one attends
     packed = sum((position - 32) // 32 * 32 for position in range(189, length - 1))
     attended = sum(position + 1 for position in range(189, length - 1))
     assert found.share.packed == packed

@@ -34,7 +34,7 @@ def _map(fmt, x):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("ratio", [0.125, 0.25, 0.5])
 def test_error_of_each_channel(ratio, head_dim):
-    """At most range / 30 where boosted and range / 6 elsewhere; and each channel is what it is alone, straightforwardly."""
+    """At most range / 30 where boosted and range / 6 elsewhere; each channel equals a plain computation of it."""
     fmt, x = Boosted(ratio), _pages(head_dim)
     out, channels = _roundtrip(fmt, x), _map(fmt, x)
     assert channels.shape[-1] == int(head_dim * ratio)

@@ -104,7 +104,7 @@ def test_names():
     assert boosted == Boosted(0.25, "random", 3, layout="fragment-1")
     assert parse_format(boosted.name) == boosted
     assert parse_format("fp8@fragment-1t") == Fp8().with_layout("fragment-1t")
-    for name in ("fp8-block", "fp8-static"):  # read token by token alone
+    for name in ("fp8-block", "fp8-static"):  # read only token by token
         assert parse_format(name).with_layout("fragment-1") == parse_format(name)
         with pytest.raises(ValueError, match=r"layout='fragment-1'.*allowed"):
             parse_format(f"{name}@fragment-1")

@@ -22,7 +22,7 @@ HEADS, TOKENS = 2, 420
 
 
 def numbers(tokens: int, head_dim: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[1, HEADS, tokens, head_dim]` from integers alone, so that no library's generator is part of the hashes: channels of
+    """`[1, HEADS, tokens, head_dim]` from integers only, so that no library's generator is part of the hashes: channels of
     different sizes, a few outliers, and a token of zeros."""
     index = torch.arange(HEADS * tokens * head_dim, dtype=torch.int64) + seed * 1_000_003
     mixed = (index * 2_654_435_761) % 2**32

@@ -1,4 +1,4 @@
-"""Formats and a transform that exist in tests alone, to show what adding one takes: a class, and a line in the registry."""
+"""Formats and a transform that exist only in tests, to show what adding one takes: a class, and a line in the registry."""
 
 from __future__ import annotations
 

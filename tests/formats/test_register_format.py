@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("registries")
 
 
 def test_the_example_of_the_page():
-    """The page's code as it stands there; its preset writes what a cache of the same formats writes."""
+    """The page's code, unchanged; its preset writes what a cache of the same formats writes."""
     exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[0], {})
     model = tiny_models("llama")[0]
     ids, _ = left_padded(1, 300)
@@ -147,7 +147,7 @@ WRONG = {
     "encode_arrays returned codes, scale, more; arrays lists codes, scale": {"encode_arrays": _encoded(more=torch.abs)},
     "'scale' with the shape (2, 128); it must be (2, 128, 1)": {"encode_arrays": _encoded(scale=lambda x: x[..., 0])},
     "NaN or infinity": {"encode_arrays": _encoded(scale=lambda x: x[..., :1] * torch.inf)},
-    "other bytes alone": {"encode_arrays": _encoded(scale=_mean_of_all_pages)},
+    "other bytes when another page": {"encode_arrays": _encoded(scale=_mean_of_all_pages)},
     "is tokenwise, but its array 'scale'": {"encode_arrays": _encoded(scale=_mean_of_the_page)},
     "decode failed on a trial page: KeyError: 'scales'": {"decode_arrays": _decoded("scales")},
     "the shape (2, 128, 1); it must be (2, 128, 64)": {"decode_arrays": _decoded("scale")},

@@ -240,7 +240,7 @@ def test_calibrated_presets_generate():
         )
         assert torch.equal(packed, unpacked)
         assert caches[0].nbytes.codes > 0 < caches[0].nbytes.parameters
-        # a padded row writes what it writes alone
+        # a padded row writes what it writes without padding
         batch = lb.from_preset("eigen-2", models[0], **options)
         both = models[0].generate(ids, attention_mask=mask, past_key_values=batch, **generate)
         alone = lb.from_preset("eigen-2", models[0], **options)

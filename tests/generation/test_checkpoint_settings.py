@@ -112,7 +112,7 @@ def test_a_cache_is_refused_without_caching_under_another_attention(models):
     _, theirs = models
     cache = lb.from_preset("dense", theirs)
     if NAME == "past_key_values":
-        pytest.skip("this transformers tells the cache nothing")
+        pytest.skip("this transformers passes the cache nothing")
     with pytest.raises(ValueError, match="use_cache=False"):
         truth(theirs, input_ids=left_padded(1, 20)[0], use_cache=False, **{NAME: cache})
     assert cache.get_seq_length() == 20, "the prompt, once"

@@ -71,7 +71,7 @@ def test_tokens_of_a_cache_given(model, options):
 def test_steps_are_recorded(model, graphs, options):
     want = expected(**options)
     with lb.enable(model, "kivi-2", fuse=False):
-        for _ in range(2):  # what nobody holds serves the next call, with its recordings
+        for _ in range(2):  # an unused cache serves the next call, with its recordings
             assert torch.equal(written(model, **options), want)
         assert [graph.replays for graph in graphs] == [21]
         written(model, num_beams=3)

@@ -1,7 +1,7 @@
 """Fused pieces of a step: found by what modules do, checked before use, and gone afterwards.
 
 Recorded steps with pieces fused are in `test_fusing_gpu.py`. Here steps run eagerly with kernels in Triton's interpreter, in
-processes of their own (see `test_kernels`), and recorded with norms alone, which need no kernels of ours.
+processes of their own (see `test_kernels`), and recorded with only norms, which need no kernels of ours.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def attributes(model):
 
 
 class Behind:
-    """A step of one token behind 40 tokens of two rows, as often as it is asked for."""
+    """A step of one token after 40 tokens of two rows, repeatable."""
 
     def __init__(self, model):
         self.model = model
@@ -169,7 +169,7 @@ def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
 @kernels.needs_interpreter
 @PEFT
 def test_small_adapters(model):
-    """A group with an adapter stays plain, the others are fused; a gate between adapters is fused alone."""
+    """A group with an adapter stays plain, the others are fused; a gate between adapters is fused separately."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         target_modules=["layers.1.self_attn.k_proj", "layers.0.mlp.up_proj"],
@@ -185,7 +185,7 @@ def test_small_adapters(model):
 
 @kernels.needs_interpreter
 def test_small_more_rows_than_products_take(model):
-    """The gate falls back to its activation alone."""
+    """The gate falls back to its activation."""
     ids = left_padded(1, 40)[0].expand(17, -1)
     cache, fusion = lb.from_preset("kivi-2", model), Fusion()
     with torch.no_grad():
@@ -482,7 +482,7 @@ def test_other_threads_get_the_modules_own_forward(model, monkeypatch):
     assert not torch.equal(mine, plain)
 
 
-# ---- recorded, with graphs stood in for: norms alone are fused -----------------------------------------------------------
+# ---- recorded, with fake graphs: only norms are fused --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -595,7 +595,7 @@ def test_compiled_layers_stay_compiled_in_a_recording(monkeypatch, dynamo):
     ):
         out = ours(model, ids, mask, fuse=True, return_dict_in_generate=True)
     assert "this graph records nothing" in summary_of(out)
-    # with pieces fused, and once more without
+    # with pieces fused, and again without
     assert Seen.stances == ["fail_on_recompile", "fail_on_recompile"]
     assert torch._dynamo.eval_frame._stance.stance == "default"
     assert traced

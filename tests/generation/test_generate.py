@@ -45,7 +45,7 @@ def _few(given) -> bool:
     if given["models"] == "llama":
         return True
     mode, modes = given.get("mode", "greedy"), list(MODES)
-    several = given["batch"] == 4 or mode == "prompt_lookup"  # which is for one row alone
+    several = given["batch"] == 4 or mode == "prompt_lookup"  # which supports one row only
     own = modes[list(FAMILIES).index(given["models"]) % len(modes)]
     return several and given["max_cache_len"] is None and mode in ("greedy", own)
 
@@ -54,7 +54,7 @@ def _few(given) -> bool:
 @pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
 @pytest.mark.parametrize(
     ("mode", "batch"),
-    # the host offers prompt lookup for batch size 1 alone
+    # the host offers prompt lookup only for batch size 1
     [(mode, batch) for mode in MODES for batch in (1, 4) if (mode, batch) != ("prompt_lookup", 4)],
 )
 def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cache_len):
@@ -73,7 +73,7 @@ def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cach
     assert int(cache.packed_layers[0].store.state.paged.min()) > 0  # something was packed
 
 
-#: an attention layer alone, and layers that stay transformers' own: sliding and recurrent ones
+#: a single attention layer, and layers that stay transformers' own: sliding and recurrent ones
 EACH_KIND = ("llama", "gemma3_text", "qwen3_next")
 
 

@@ -1,4 +1,4 @@
-"""`generate()` in every mode on a GPU, with the kernels of both backends: the stock cache's logits, and rows as they are alone.
+"""`generate()` in every mode on a GPU, with the kernels of both backends: the stock cache's logits, and rows as in batch 1.
 
 The kernels compute in 16 bits, where two likeliest tokens can be too close to call. So logits are compared, step after step, as
 long as the tokens are the same; where they part, the logits that they were chosen by must still agree.

@@ -334,7 +334,7 @@ def test_compiling_leaves_no_trace(model, capsys):
     assert "Compiled in" in err
     compiling.compile_first(model, cache, 2, options, progress=True)
     assert not capsys.readouterr().err
-    # without padding it is another step; where compiling fails, nothing is left behind either
+    # without padding it is another step; where compiling fails, nothing remains either
     options = {"attention_mask": torch.ones(2, 20)}
     fail = pytest.MonkeyPatch()
     fail.setattr(model, "forward", None)

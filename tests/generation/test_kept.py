@@ -105,7 +105,7 @@ def _allocates_for(monkeypatch, tokens):
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_memory_that_ran_out_is_free_for_a_smaller_call(model, monkeypatch, enabled):
-    """Although whoever catches the error holds its traceback, and also what other calls had left."""
+    """Although the caller that catches the error holds its traceback, and also what other calls had left."""
     in_place_of_graphs(monkeypatch)
     ids, mask = left_padded(2, 60)
     with lb.enable(model, "dense") if enabled else contextlib.nullcontext():

@@ -34,7 +34,7 @@ def layers_of(model, preset="kivi-2", **options):
 
 @dataclasses.dataclass
 class Choose:
-    """A function of a layer, which may be told to choose something else."""
+    """A function of a layer, which may be set to choose something else."""
 
     first: str = "dense"
 

@@ -22,7 +22,7 @@ TOKENS = 900
 
 
 class FakeMemory:
-    """A device on which reading `n` tokens a row takes `need.whole(n)` bytes, and `behind` more behind others."""
+    """A device on which reading `n` tokens per row takes `need.whole(n)` bytes, and `behind` more after others."""
 
     def __init__(self, free: float, need: Need, chunks: list[tuple[int, int]]):
         self._free, self.need, self.chunks, self.peaks = free, need, chunks, 0
@@ -69,7 +69,7 @@ def memory(model, monkeypatch):
 
 
 def prompts(fake: FakeMemory) -> list[int]:
-    """Tokens of the passes that read the prompt for good: those behind the last time that the cache was empty."""
+    """Tokens of the passes that read the prompt for good: those after the last time that the cache was empty."""
     begin = max(index for index, (_, past) in enumerate(fake.pasts) if past == 0)
     return [tokens for _, tokens in fake.chunks[begin:] if tokens > 1]
 
@@ -199,7 +199,7 @@ def test_a_further_turn_reads_every_token_once(model, memory):
 
 
 def test_a_mask_that_short_pieces_do_not_show_counts_in_long_ones():
-    """A layer's MLP, and its attention with a mask, each have a peak of their own. Short pieces show the first alone."""
+    """A layer's MLP, and its attention with a mask, each have a peak of their own. Short pieces show only the first."""
 
     def real(tokens):
         return max(34e3 * tokens, 5e3 * tokens + 6 * tokens**2)
@@ -222,7 +222,7 @@ def test_masks_of_sliding_layers_count(memory):
 def test_a_cpu_says_that_it_reads_whole(model, capsys):
     ids, mask = left_padded(1, 300)
     assert torch.equal(ours(model, ids, mask, prefill_chunk_size="auto"), ours(model, ids, mask))
-    assert "read whole: memory is measured on GPUs alone" in capsys.readouterr().err
+    assert "read whole: memory is measured only on GPUs" in capsys.readouterr().err
 
 
 def test_ranks_of_tensor_parallelism_do_not_choose_sizes(model, monkeypatch):
@@ -263,7 +263,7 @@ def test_gpu_a_prompt_is_read_although_it_does_not_fit_whole(capsys):
     lb.generate(model, ids[:, :1000], "kivi-4-sink", 4, **options, **GREEDY)  # loads what it needs, and makes the cache
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    try:  # room for some chunks: the MLP of the whole prompt alone takes 3 x 8192 numbers of 2 bytes a token, 5.9 GB
+    try:  # room for some chunks: just the MLP of the whole prompt takes 3 x 8192 numbers of 2 bytes per token, 5.9 GB
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 3e9) / total)
         with pytest.raises(torch.OutOfMemoryError):
             lb.generate(model, ids, "kivi-4-sink", 4, prefill_chunk_size=0, **options, **GREEDY)

@@ -1,6 +1,6 @@
 """Recorded steps: the eager tokens, replayed where nothing has changed, recorded again where something has.
 
-Graphs are stood in for (`fake_graph.py`): operations at fixed addresses, no Python. What a GPU does is in
+Graphs are fakes (`fake_graph.py`): operations at fixed addresses, no Python. What a GPU does is in
 `test_recording_gpu.py`.
 """
 
@@ -266,7 +266,7 @@ def test_padding_and_other_outputs_are_other_recordings(model, graphs):
 
 
 def test_what_decides_which_kernels_run_is_recorded_anew(model, graphs, monkeypatch):
-    """The environment and torch's switches are asked while a step is recorded, not by its replays."""
+    """The environment and torch's switches are read while a step is recorded, not by its replays."""
     ids, mask = left_padded(2, 60)
     for _ in range(2):
         ours(model, ids, mask)

@@ -69,7 +69,7 @@ def check(model, number, **options):
 
 
 class OfFile:
-    """A calibration at a place that is written anew."""
+    """A calibration in a file that is rewritten."""
 
     def __init__(self, model, folder, as_given):
         self.model, self.path = model, folder / "x" / "calibration.safetensors"
@@ -220,7 +220,7 @@ def test_files_that_are_added_replaced_and_removed(model, tmp_path):
     check(model, 1)
     calibration_of(model, 2).save(user / "m.safetensors")
     check(model, 2)
-    calibration_of(model, 3).save(user / "a.safetensors")  # stands in front
+    calibration_of(model, 3).save(user / "a.safetensors")  # comes first
     check(model, 3)
     (user / "a.safetensors").unlink()
     check(model, 2)

@@ -116,7 +116,7 @@ def test_gpu_steps_see_quantized_weights_that_changed_in_place(step):
 
 
 def test_quantized_weights_get_an_adapter_and_lose_it(graphs):
-    """Kept caches look for the layer anew: the one that they were made with is a part of another one now, or gone."""
+    """Kept caches look the layer up again: the one that they were made with is a part of another one now, or gone."""
     model, theirs = quantized()
     inputs, found = prompt(), []
 

@@ -61,7 +61,7 @@ after = own()
 changed = [key for key in before if after.get(key) != before[key]]
 assert not changed, changed
 new = {key for key in after if key not in before and key[0] in {known[0] for known in before}}
-new = {key for key in new if not hasattr(type(sys.modules[key[0]]), "_class_to_module")}  # names that are loaded when asked for
+new = {key for key in new if not hasattr(type(sys.modules[key[0]]), "_class_to_module")}  # names that are loaded on access
 assert not {key for key in new if len(key) == 3 and key[:2] in before}, new
 assert set(AttentionInterface._global_mapping) - attentions == {"lowbit_kv"}
 assert set(masking_utils.AttentionMaskInterface._global_mapping) - masks == {"lowbit_kv"}
@@ -131,7 +131,7 @@ for name, code in zip(sys.argv[2::2], sys.argv[3::2]):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What `IMPORT` and `RENAMED` print in processes of their own, in which nobody has imported the package before."""
+    """What `IMPORT` and `RENAMED` print in processes of their own, which have not imported the package before."""
     folder = tmp_path_factory.mktemp("printed")
     programs = {str(folder / name): code for name, code in (("import", IMPORT), ("renamed", RENAMED))}
     support = str(Path(__file__).parents[1] / "support")
@@ -245,7 +245,7 @@ def test_generate_and_enable_share_recordings(models, graphs):
     model = models[0]
     ids, mask = left_padded(2, 100)
     options = {"attention_mask": mask, "max_new_tokens": 12, **GREEDY}
-    plain = {"fuse": False}  # a fused step would warm up once more
+    plain = {"fuse": False}  # a fused step would warm up again
     want = lb.generate(model, ids, "kivi-2", step="eager", **options)
     assert torch.equal(lb.generate(model, ids, "kivi-2", **plain, **options), want)
     with lb.enable(model, "kivi-2", **plain):

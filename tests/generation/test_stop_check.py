@@ -128,7 +128,7 @@ def test_a_transformers_without_the_check(model, monkeypatch, change):
 
 
 class NoEvent:
-    """Stands in for a device's event."""
+    """A fake of a device's event."""
 
     def __init__(self, *args, **kwargs):
         pass

@@ -1,6 +1,6 @@
-"""Waits of one thread are told apart from those of others, and nothing of the process stays changed.
+"""Waits of one thread are distinguished from those of others, and nothing of the process stays changed.
 
-PyTorch's mode is stood in for: what warns on a GPU is in `test_threads.py` and `test_recording_gpu.py`.
+PyTorch's mode is a fake: what warns on a GPU is in `test_threads.py` and `test_recording_gpu.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def sync(monkeypatch):
 
 
 def unchanged(test):
-    """Fails where warnings are shown or filtered otherwise at the end of the test. (pytest restores both behind it.)"""
+    """Fails where warnings are shown or filtered otherwise at the end of the test. (pytest restores both after it.)"""
 
     @functools.wraps(test)
     def watched(*args, **kwargs):

@@ -1,6 +1,6 @@
 """Threads: what calls at the same time write is what they write one after the other, and the process is left as it was.
 
-On a CPU graphs are stood in for (`fake_graph.py`); the cases marked `gpu` record in CUDA graphs.
+On a CPU graphs are fakes (`fake_graph.py`); the cases marked `gpu` record in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def same(got, want):
 def test_two_models_in_two_threads(models, device):
     inputs = prompts(device, 3)
     want = [[ours(model, prompt, step="eager") for prompt in inputs] for model in models]
-    for _ in range(2):  # both record, and record once more after what they kept is gone
+    for _ in range(2):  # both record, and record again after what they kept is gone
         got = at_the_same_time(*(lambda m=model: [ours(m, prompt) for prompt in inputs] for model in models))
         assert all(map(same, got, want))
         assert [recordings(model, inputs[0]) for model in models] == [1, 1]

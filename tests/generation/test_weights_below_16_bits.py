@@ -59,7 +59,7 @@ def test_steps_are_recorded(name, monkeypatch):
     steps = cache.decoding_steps
     assert steps.startswith("recorded")
     assert sum(graph.replays for graph in graphs) > NEW_TOKENS // 2
-    # quantized products stay the library's; the reason names what stands in their place
+    # quantized products stay the library's; the reason names what replaces them
     reason = {SIXTEEN_BITS: "float32", "bnb-int8": "Linear8bitLt", "bnb-nf4": "Linear4bit"}
     assert "products 0/" in steps
     assert reason.get(name, "its weight is no plain tensor") in steps
@@ -80,7 +80,7 @@ def test_weights_are_what_they_are_called(name):
     x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         error = float((layer(x) - exact(x)).norm() / exact(x).norm())
-    # rounding to 2^-bits of the largest number of a row or group, which stands two to three standard deviations out
+    # rounding to 2^-bits of the largest number of a row or group, which is two to three standard deviations out
     low, high = {SIXTEEN_BITS: (0, 0)}.get(name, (0.002, 0.02) if "int8" in name else (0.03, 0.2))
     assert low <= error <= high
     if name not in (SIXTEEN_BITS, "torchao-int4"):  # which torchao keeps in a byte each on CPUs

@@ -155,7 +155,7 @@ def test_an_error_in_the_model_leaves_the_method_restored(monkeypatch):
         with pytest.raises(RuntimeError, match="no memory"):
             ours(**inputs, past_key_values=cache)
     assert not replaced(ours)
-    # between `update` and `expand_kv` there is the rotation of queries alone: the method then serves tensors as ever
+    # between `update` and `expand_kv` there is only the rotation of queries: the method then serves tensors as ever
     cache.layers[0].model_side.begin(stays=False)
     expected = theirs(**inputs).logits
     torch.testing.assert_close(ours(**inputs).logits, expected)

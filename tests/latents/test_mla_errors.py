@@ -50,7 +50,7 @@ def test_bad_input(models):
 
 @pytest.mark.parametrize("at_work", [False, True], ids=["growing", "preallocated"])
 def test_a_copy_of_the_model_is_not_served(at_work):
-    """Its queries would be multiplied with the weights of the other copy, and nobody would see it."""
+    """Its queries would be multiplied with the weights of the other copy, and nothing would show it."""
     ours, _ = tiny_models("deepseek_v3", **DENSE_MLP)
     first = lb.from_preset("mla", ours, **SMALL_PAGES, max_cache_len=64 if at_work else None)
     ours.generate(**prompt(), max_new_tokens=3, past_key_values=first, **GREEDY)

@@ -27,7 +27,7 @@ def bits(preset: str) -> float:
 
 @pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in ("choose", "dev/recording"))])
 def test_every_preset_that_a_page_names_is_listed(document):
-    """A preset is any word that `get_preset` knows: suffixes make names that nobody listed."""
+    """A preset is any word that `get_preset` knows: suffixes make names that are not listed."""
     named = {word for word in re.findall(r"\w[\w.-]*\w", page(document)) if is_preset(word)}
     assert DEFAULT_PRESET in named
     known = {*lb.preset_names(), *(PAPER_PRESETS if document == "docs/choose.md" else ())}
@@ -86,7 +86,9 @@ def test_every_file_says_what_it_is_for():
     for folder in ("hf_lowbit_kv", "triton_kernels", "eval"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text(encoding="utf-8")
-            assert not text.strip() or re.match(r'r?"""\S[^"]{10,}', text), f"{path} does not begin with a sentence on itself"
+            assert not text.strip() or re.match(r'r?"""\S[^"]{10,}', text), (
+                f"{path} does not begin with a sentence on itself"
+            )
 
 
 @pytest.mark.parametrize("document", ["docs/dev/recording.md"])

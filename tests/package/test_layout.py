@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-#: folder of the checkout -> its name behind `hf_lowbit_kv.`
+#: folder of the checkout -> its name after `hf_lowbit_kv.`
 TOPS = {"hf_lowbit_kv": (), "triton_kernels": ("triton_kernels",), "eval": ("eval",)}
 MOST_FLOORS = 9
 #: a format or an operation may share its stem with its kernels, Triton's and CUDA's
@@ -34,7 +34,7 @@ PYTHONS = {"__init__", "__main__"}
 
 
 def modules() -> dict[tuple[str, ...], Path]:
-    """Module name behind `hf_lowbit_kv`, in parts -> its file."""
+    """Module name after `hf_lowbit_kv`, in parts -> its file."""
     names = {}
     for top, prefix in TOPS.items():
         for path in (ROOT / top).rglob("*.py"):
@@ -54,7 +54,7 @@ def node(module: tuple[str, ...]) -> str:
 
 
 def imported(module: tuple[str, ...], path: Path) -> set[tuple[str, ...]]:
-    """Modules of this package that a file imports: late, for type checkers alone and by a string, too."""
+    """Modules of this package that a file imports: late, only for type checkers and by a string, too."""
     package = module if path.name == "__init__.py" else module[:-1]
     targets = set()
     for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -40,7 +40,7 @@ ELSEWHERE = {
 
 
 def code_words(page: Path) -> list[str]:
-    """What stands in backticks, without blocks of code."""
+    """What is in backticks, without blocks of code."""
     text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     return CODE.findall(text)
 

@@ -24,6 +24,6 @@ def test_notebook_runs(path):
     committed = [_printed(cell) for cell in notebook.cells]
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     for cell, before in zip(notebook.cells, committed, strict=True):
-        if "records" in cell.metadata.get("tags", ()):  # what such cells print depends on the records alone
+        if "records" in cell.metadata.get("tags", ()):  # what such cells print depends only on the records
             assert _printed(cell) == before, f"run {path.name} again and commit its outputs"
     assert all(cell.outputs for cell in notebook.cells if cell.cell_type == "code" and "print" in cell.source)

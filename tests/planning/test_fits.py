@@ -84,7 +84,7 @@ def test_quantized_weights_in_closed_form():
 
 
 def test_the_bundled_mxfp4_model_is_as_large_as_its_checkpoint():
-    """13.8 GB, as the model's makers say: experts below 16 bits alone."""
+    """13.8 GB, as the model's makers publish: only experts are below 16 bits."""
     assert weight_bytes(shape_of("openai/gpt-oss-20b"), "mxfp4") == pytest.approx(13.8e9, rel=0.01)
 
 

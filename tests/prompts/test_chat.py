@@ -99,7 +99,7 @@ def test_models_that_cannot_crop(family):
     assert counted.taken() < whole  # from the end of the first turn
     assert answer == _fresh(model, _before(chat), text)
     chat.messages[0]["content"] = words(50, 8)
-    with pytest.warns(UserWarning, match="is read anew"):
+    with pytest.warns(UserWarning, match="conversation is read again"):
         chat.send(words(5, 4))
 
 
@@ -423,7 +423,7 @@ def test_a_message_is_a_text(model, text):
 
 
 def test_an_empty_message_is_one(model):
-    """Templates write the role of whoever says nothing."""
+    """Templates write the role of a message without one."""
     chat = _chat(model)
     chat.send("")
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]

@@ -43,7 +43,7 @@ def backend(request):
 
 
 def logits(model, cache, ids):
-    """Behind a text `[n]`, and behind each of its last 40 tokens, which are read one by one."""
+    """After a text `[n]`, and after each of its last 40 tokens, which are read one by one."""
     found = []
     with torch.no_grad():
         for part in (ids[:-40], *ids[-40:].split(1)):
@@ -66,7 +66,7 @@ def texts(count=3):
 @CHOSEN
 @MODES
 def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
-    """Each with another text, one behind the other, so that one that wrote to a shared page would show."""
+    """Each with another text, one after the other, so that one that wrote to a shared page would show."""
     prompt, *more = texts(4)
     options = {**WINDOW, "backend": backend, "max_cache_len": max_cache_len}
     cache = cache_of(model, formats, **options)
@@ -139,7 +139,7 @@ def test_a_stored_prompt_gives_the_logits_of_its_cache(model, backend, preset, s
     assert store.restore(new, [torch.cat([prompt, text])]).tokens == len(prompt)
     expected = logits(model, cache, text)
     assert torch.equal(logits(model, new, text), expected)
-    again = lb.from_preset(preset, model, **options)  # what the first one stored behind it is not in the store
+    again = lb.from_preset(preset, model, **options)  # what the first one stored after it is not in the store
     store.restore(again, [torch.cat([prompt, text])])
     assert torch.equal(logits(model, again, text), expected)
 

@@ -76,7 +76,7 @@ def test_a_shared_beginning_is_read_once(model):
 
 @pytest.mark.host
 def test_a_text_that_goes_on_and_one_that_comes_again(model):
-    """A further turn sends what is new alone; the same prompt sends its last token."""
+    """A further turn sends only new tokens; the same prompt sends its last token."""
     store = lb.PrefixStore()
     ids = _text(90, 1)
     first, *_ = _generate(model, ids, store)
@@ -139,7 +139,7 @@ def test_padded_rows_of_different_lengths(model):
     # positions that are wrong by a row's padding change logits, and here no token
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
     assert (got.past_key_values.cached_tokens, counted.tokens - 11) == (64, 86)
-    # what they left is what they would have left alone
+    # what they left is what each one leaves in its own store
     for row, length in enumerate((150, 130, 141)):
         turn = torch.cat([tokens[row : row + 1, 150 - length :], _text(5, 9)], dim=1)
         again, cached, _ = _generate(model, turn, store)
@@ -235,7 +235,7 @@ def test_the_least_recently_used_text_goes_first(model):
 
 
 def test_a_text_whose_beginning_was_used_stays(model):
-    """The one that nobody asked for since goes first."""
+    """The least recently used one goes first."""
     store, system = lb.PrefixStore(), _text(200, 1)
     for ids in (system, _text(200, 2)):
         _generate(model, ids, store, 1)
@@ -252,7 +252,7 @@ def test_the_window_of_each_layer_is_read_again(model):
     _generate(model, torch.cat([system, _text(100, 2)], 1), store, 1, cache_options=options)
     ids = torch.cat([system, _text(9, 3)], 1)
     tokens, cached, _ = _generate(model, ids, store, 3, cache_options=options)
-    assert cached == 96  # of 200, 96 behind it
+    assert cached == 96  # of 200, 96 after it
     assert torch.equal(tokens, _generate(model, ids, None, 3, cache_options=options)[0])
 
 

@@ -1,4 +1,4 @@
-"""`lb.generate_many`: every request writes what it writes alone, whatever else is asked."""
+"""`lb.generate_many`: the output of a request does not depend on other requests."""
 
 import re
 import threading
@@ -59,7 +59,7 @@ def tokens_of(results):
 
 
 def transformers_own(model, texts, new_tokens=20, **options):
-    """What transformers writes behind each text, alone, with its own cache."""
+    """What transformers writes after each text, in a batch of one, with its own cache."""
     found = []
     for seed, text in enumerate(texts):
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def test_dense_pages_write_what_transformers_writes(models, texts, mode):
 @pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kv4-hadamard"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_packed_pages_write_what_one_row_writes(model, texts, preset, rows):
-    """Alone and among others: prompts are cut at the same places."""
+    """With and without other requests, prompts are cut at the same places."""
     options = {"max_new_tokens": 20, "max_rows": rows, "do_sample": False, "share_prefixes": False}
     found = lb.generate_many(model, texts, preset, **options, **FIXED)
     assert tokens_of(found) == [one_row(model, text, preset) for text in texts]
@@ -114,11 +114,11 @@ def test_prompts_that_begin_alike_share_pages(models, texts, monkeypatch):
         lambda self, row, ids: (chunks.append((row.length, row.length + len(ids))), read(self, row, ids))[1],
     )
     found = lb.generate_many(ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, **FIXED)
-    # behind a prefix of 160 tokens, too, prompts are divided at multiples of the chunk size
+    # after a prefix of 160 tokens, too, prompts are divided at multiples of the chunk size
     assert {stop for _, stop in chunks} <= {*range(0, 1000, CHUNK), *map(len, prompts)}
     assert (160, 192) in chunks
     assert tokens_of(found) == transformers_own(theirs, prompts, 12, do_sample=False)
-    # the first has 207 + 12 tokens: behind 160 of them in pages of 32 stand at least the residual 32
+    # the first has 207 + 12 tokens: after 160 of them in pages of 32 come at least the residual 32
     assert [result.cached_tokens for result in found] == [0, 160, 192, 192, 192]
     apart = lb.generate_many(
         ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, share_prefixes=False, **FIXED
@@ -517,7 +517,7 @@ def test_a_pool_takes_no_more_than_memory_says(model):
 
 @pytest.mark.parametrize("tokens", [10**9, 1000])
 def test_a_request_that_can_never_fit_gets_no_memory(model, texts, pools, tokens):
-    """It is more than the model has positions, or than there is memory. The others get the pool that they get alone."""
+    """It is more than the model has positions, or than there is memory. The others get the pool that they get without it."""
     options = {"do_sample": False, "memory": 10**9 if tokens > 1000 else 700_000, **FIXED}
     good = [{"input_ids": text, "max_new_tokens": 5} for text in texts[:3]]
     bad = {"input_ids": texts[0], "max_new_tokens": tokens}
@@ -594,7 +594,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, te
 
 @pytest.mark.parametrize("way", ["list", "as_completed", "iterator"])
 def test_bad_requests_of_a_list_are_results_with_errors(models, texts, way):
-    """The others have the tokens that they have alone."""
+    """The others have the tokens that they have without it."""
     (model, theirs) = models
     bad = [
         ({"input_ids": [], "id": "nothing"}, "has no token"),

@@ -250,7 +250,7 @@ def test_a_result_that_is_not_taken(here, stream, monkeypatch, caplog, streamed)
 
 
 def test_a_loop_that_cannot_go_on_ends_the_server(folder, monkeypatch, caplog):
-    """Its clients are told, and the server's process ends with an error."""
+    """Its clients get an error, and the server's process ends with an error."""
     made, urls, errors = [], [], []
 
     class Loop(openai_server.RequestLoop):

@@ -1,4 +1,4 @@
-"""Ten thousand requests leave nothing behind: no objects, no memory, no pages."""
+"""Ten thousand requests leak nothing: no objects, no memory, no pages."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Random sequences of what a pool may be asked to do: every row holds its own text, and every page has its holders.
+"""Random sequences of a pool's operations: every row holds its own text, and every page has its holders.
 
 Free pages and windows of empty slots are NaN all the time. `SEQUENCES=n` runs n sequences; `make test-all` runs 5000.
 """
@@ -72,7 +72,7 @@ KEPT = {
         Operation("enter", 1, 110), Operation("chunk", 1, 110), Operation("keep", 0, 1), Operation("end", 0, 1),
         Operation("enter", 1, 110), Operation("make room", 0, 4), Operation("chunk", 1, 100), Operation("step", 1, 3),
     ],
-    "a row is forked before its window has filled behind a prefix": [
+    "a row is forked before its window has filled after a prefix": [
         Operation("enter", 1, 110), Operation("chunk", 0, 128), Operation("end", 0, 1), Operation("enter", 1, 10),
         Operation("fork", 0, 1), Operation("chunk", 1, 40), Operation("step", 1, 3), Operation("chunk", 0, 40),
     ],

@@ -1,4 +1,4 @@
-"""A pool of rows: every row writes what it writes alone, whoever comes and goes beside it."""
+"""A pool of rows: the output of a row does not depend on other rows that come and go."""
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_an_open_page_is_copied(model, texts):
 
 
 def test_a_prefix_outlives_its_row(model, texts):
-    """In the dtype of the model, so that tokens read behind a prefix are those of a text that is read whole."""
+    """In the dtype of the model, so that tokens read after a prefix are those of a text that is read whole."""
     steps = steps_on(model, "dense", slots=2)
     pool, text = steps.pool, texts[3]
     row = pool.enter(400)
@@ -233,7 +233,7 @@ def test_kernels_of_steps_are_expected_while_the_first_prompt_is_read(model, mon
 
 @pytest.mark.parametrize(("residual", "shared"), [(0, 64), (32, 32)])
 def test_a_token_is_left_to_read_behind_a_prefix(model, residual, shared):
-    """The token behind the prefix, and before it those of the residual, which are not in pages."""
+    """The token after the prefix, and before it those of the residual, which are not in pages."""
     pool = steps_on(model, "kv4", slots=1, residual=residual).pool
     assert [max(pool.prefix_lengths(tokens), default=0) for tokens in (64, 65)] == [shared - 32, shared]
 

@@ -40,7 +40,7 @@ def backend(request):
 
 
 def alone(model, cache, text, tokens):
-    """Logits behind a text, and behind each of these tokens, with a cache of its own."""
+    """Logits after a text, and after each of these tokens, with a cache of its own."""
     found = []
     with torch.no_grad():
         for ids in (text, *tokens.split(1)):
@@ -123,7 +123,7 @@ def test_forks_and_prefixes(model, backend):
 class Truth:
     """Judges tokens that were written in 16 bits.
 
-    The truth are logits of the same weights in float32, computed by the reference behind the same text. What 16 bits
+    The truth are logits of the same weights in float32, computed by the reference after the same text. What 16 bits
     change is measured too: `error` is the largest difference between the reference in 16 bits and in float32 on this
     text. A kernel may have twice that error. A choice between two tokens compares two logits, each with such an error.
     So tokens whose logits differ by at most 4 errors are a near-tie.
@@ -158,7 +158,7 @@ class Truth:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
 def test_requests_write_what_they_write_alone_but_for_near_ties(preset, dtype):
-    """Alone, in a pool, and by transformers' own scheduler on packed pages."""
+    """With `lb.generate`, in a pool, and by transformers' own scheduler on packed pages."""
     model = tiny_models("llama")[0].to(dtype).to(DEVICE)
     truth = Truth(model, preset)
     texts = [torch.randint(3, 160, (length,)) for length in (20, 500, 300, 700, 257)]

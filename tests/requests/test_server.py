@@ -148,7 +148,7 @@ def test_chat_and_stream(served, expected):
 
 
 def test_stop_ends_the_row(served, expected):
-    """A row that nobody stops would write for minutes."""
+    """A row that is not stopped would write for minutes."""
     text = expected(PROMPT, 300)
     stop = text.split()[5]
     begin = text[: text.index(stop)]
@@ -298,7 +298,7 @@ def test_other_routes(served):
 
 
 def test_sigterm_in_the_middle(served):
-    """Answers get their time, clients of all others are told, and the port is free. The last test of this server."""
+    """Answers get their time, clients of all others get an error, and the port is free. The last test of this server."""
     stream = iter(served.chat(max_tokens=ENDLESS, stream=True))
     next(stream)
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Storage: what a row holds depends on its tokens alone, nothing is packed twice, pages are shared and reclaimed."""
+"""Storage: what a row holds depends only on its tokens, nothing is packed twice, pages are shared and reclaimed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_what_is_stored_is_what_came_in(formats, window):
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 @pytest.mark.parametrize("residual", [0, 32])
 def test_padding_is_dropped_wherever_it_stands(formats, residual):
-    """Rows of a padded batch hold, to the byte, what they hold alone; NaN and Inf in the padding do no harm."""
+    """Rows of a padded batch hold, to the byte, what they hold in a batch of one; NaN and Inf in the padding do no harm."""
     spec = _spec(formats, sink=4, residual=residual)
     k, v = _tokens(4, 150)
     mask = torch.rand(4, 150, generator=torch.Generator().manual_seed(0)) > 0.2  # also in the middle

@@ -288,7 +288,7 @@ def test_it_is_shown(llama):
 
 
 def test_rotation_lowers_the_error_of_keys_with_outliers():
-    """Channels of very different size, 2 bits a token: each channel's share of the range is what rotation evens out."""
+    """Channels of very different size, 2 bits per token: each channel's share of the range is what rotation evens out."""
     x = torch.randn(4, 1, 128, 128)
     x[..., ::17] *= 20
     fmt = lb.parse_format("int2-token")

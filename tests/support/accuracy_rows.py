@@ -1,4 +1,4 @@
-"""Rows of the accuracy table, and what presets store today: computed once a process, because each takes two seconds."""
+"""Rows of the accuracy table, and what presets store today: computed once per process, because each takes two seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What exists in tests alone, to show what a new method takes: a format with a codebook for each layer and KV head, and a
+"""What exists only in tests, to show what a new method takes: a format with a codebook for each layer and KV head, and a
 transform with a parameter. `codebook_kernels` has what Triton needs of the format."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CPU seconds of each test file, those of processes that it starts included: `python -m pytest -p cpu_time ...`.
 
 Other work on the machine changes them little, unlike `--durations`. Works with `-n`, too. A process counts when somebody has
-waited for it, as `subprocess.run` does. What a process spends on imports and collection stands in the table as one line.
+waited for it, as `subprocess.run` does. What a process spends on imports and collection is one line of the table.
 """
 
 from __future__ import annotations

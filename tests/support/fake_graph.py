@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on any device, with their meaning: operations at fixed addresses, no Python, no waiting."""
+"""A fake of CUDA graphs on any device, with their meaning: operations at fixed addresses, no Python, no waiting."""
 
 from __future__ import annotations
 

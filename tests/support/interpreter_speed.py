@@ -1,7 +1,7 @@
 """Triton's interpreter, without what it does again and again: a process of the interpreter calls `save_repetitions` once.
 
 At each call of a function inside a kernel, the interpreter looks through all of Triton's language for operations to replace,
-although they have been replaced since the launch began. And for each value it builds the table of dtypes anew. Both together
+although they have been replaced since the launch began. And for each value it builds the table of dtypes again. Both together
 are a third of its time.
 """
 
@@ -19,7 +19,7 @@ def save_repetitions() -> None:
 
     def patch_once(fn):
         if id(fn.__globals__) in replaced:
-            return None  # nobody takes it: a launch restores what it replaced itself
+            return None  # nothing uses it: a launch restores what it replaced itself
         replaced.add(id(fn.__globals__))
         return patch(fn)
 

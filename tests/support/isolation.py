@@ -13,7 +13,7 @@ from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
 LENGTHS = (100, 75)
-#: places of the first chunk (sink, page, tail), and what stands there
+#: places of the first chunk (sink, page, tail), and their contents
 PLACES, POISONS = (1, 20, 45, 98), (float("nan"), float("inf"), float("-inf"))
 
 

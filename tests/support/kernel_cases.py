@@ -49,7 +49,7 @@ class Case:
     """a factor of values"""
     spread: str | None = None
     """"keys" or "values": their scales are drawn over twelve orders of magnitude, of each token where the format has such, else
-    of each channel; queries weigh them so that all count"""
+    of each channel; queries weight them so that all count"""
     ties: bool = False
     """entries of codebooks are multiples of a half: many are equal, or equally near"""
     transform: str | None = None
@@ -195,7 +195,7 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
     k, v = random_tokens(case, case.tokens, gen)
     q = torch.randn(len(case.lengths), case.tokens, case.heads * case.groups, case.head_dim, generator=gen)
     if case.outliers:
-        q[:, :, 1::2, :2] *= 2.0**-10  # a head that outliers decide alone, and one that hardly asks for them
+        q[:, :, 1::2, :2] *= 2.0**-10  # a head that only outliers decide, and one that hardly attends to them
     if case.spread is not None:
         spread_queries(case, q)
     q = (q / case.key_size).to(case.dtype).transpose(1, 2)
@@ -299,7 +299,7 @@ def assert_same_state(a: LayerState, b: LayerState) -> None:
 
 
 def random_steps(case: Case, steps: int, gen: torch.Generator) -> list[Step]:
-    """One token a row each; where `padded`, some rows get none now and then."""
+    """One token per row each; where `padded`, some rows get none now and then."""
     found = []
     for _ in range(steps):
         step = random_step(dataclasses.replace(case, padded=False), gen)
@@ -332,7 +332,7 @@ def fused_step(launch, case: Case, step: Step, store: PagedStore) -> torch.Tenso
 
 
 def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fused_step, twin: bool = True) -> None:
-    """Many steps, queued one behind the other: every byte is compared with the reference. Outputs are compared with those of
+    """Many steps, queued one after the other: every byte is compared with the reference. Outputs are compared with those of
     attention and storing in launches of their own, or, without a `twin`, with the reference's in float32: the emulator would
     have to build those kernels, too. run: like `fused_step`."""
     gen = generator(case, seed)

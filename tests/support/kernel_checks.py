@@ -42,7 +42,7 @@ GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
-#: fresh data on every run; the run's last lines tell it (see `conftest.py`)
+#: fresh data on every run; the run's last lines show it (see `conftest.py`)
 SEED = int(os.environ["TEST_SEED"])
 
 from hf_lowbit_kv.triton_kernels import common  # noqa: E402
@@ -168,7 +168,7 @@ def check_full_rows(case: Case, seed: int = SEED) -> None:
 
 
 def check_transform(head_dim, dtype, name):
-    """Every bit, of queries and keys and of keys alone, in whatever order their axes lie; factors by head and shared."""
+    """Every bit, of queries and keys and of keys only, in whatever order their axes lie; factors by head and shared."""
     how = parse_transform(name)
     for heads in (2, 1):
         given = {"factors": torch.rand(heads, head_dim) + 0.1} if "smooth" in name else {}

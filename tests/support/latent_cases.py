@@ -146,7 +146,7 @@ def sizes(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_sizes_of_queries(kernels, case: LatentCase, device: str, seed: int, wide: bool = False) -> None:
-    """Heads whose queries are 1e-6 to 1e3 of the usual size, those of every other head in the content alone, and all zeros in
+    """Heads whose queries are 1e-6 to 1e3 of the usual size, those of every other head only in the content, and all zeros in
     the first: `check_attend`'s rule for each head by itself."""
     filled = Filled(case, device, seed)
     size = torch.logspace(-6, 3, case.heads, device=device)[:, None, None].repeat(1, 1, case.rank + case.rope)

@@ -1,11 +1,11 @@
 """Errors of attention over quantized latents, layer by layer of a trained model (SnapMLA, table 2 and figure 4).
 
 For every layer, the latents of a text and the queries of its last tokens are taken from the model; attention over quantized
-latents is compared with attention over exact ones. The error is that of the stored latents alone: queries, weights and sums are
+latents is compared with attention over exact ones. The error is only that of the stored latents: queries, weights and sums are
 exact; `pipeline` adds SnapMLA's quantized queries and weights.
 
 - `rmse`, `cosine` (1 - cosine similarity), `l2` (relative): of the output of attention before `o_proj`, means over queries.
-- `perplexity`: per byte, of the tokens behind the first chunk.
+- `perplexity`: per byte, of the tokens after the first chunk.
 """
 
 from __future__ import annotations

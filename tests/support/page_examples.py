@@ -63,8 +63,8 @@ class Page:
     """A page whose blocks run.
 
     Args:
-        name: relative to the checkout. hub: stands for the model hub. folder: the working directory, with what examples write.
-        device: of the model that is at hand; blocks that need a GPU run on `cuda` alone.
+        name: relative to the checkout. hub: a fake of the model hub. folder: the working directory, with what examples write.
+        device: of the model that is at hand; blocks that need a GPU run only on `cuda`.
     """
 
     def __init__(self, name: str, hub: TinyHub, folder: Path, namespace: dict[str, Any], device: str):
@@ -188,7 +188,7 @@ class Page:
 
 
 class Server:
-    """`hf-lowbit-kv serve` in a thread, behind the address that it is given, until the page ends. The `openai` client of the
+    """`hf-lowbit-kv serve` in a thread, at the address that it is given, until the page ends. The `openai` client of the
     page reaches it without a network."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class Server:
                 ready.put(error)
 
         self.patch.setattr(uvicorn.Server, "run", run)
-        self.patch.setattr(openai_server, "bind", lambda host, port: [])  # nobody listens
+        self.patch.setattr(openai_server, "bind", lambda host, port: [])  # no port is opened
         self.thread = threading.Thread(target=command, daemon=True)
         self.thread.start()
         app = ready.get(timeout=60)

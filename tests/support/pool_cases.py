@@ -1,4 +1,4 @@
-"""What the tests of the pool of rows share: a model on a pool, a plain loop over it, and poison for what nobody holds."""
+"""What the tests of the pool of rows share: a model on a pool, a plain loop over it, and poison for free pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def steps_on(model, preset="kivi-4-sink", slots=4, tokens=2048, max_length=512, 
 
 
 def poison(pool: RowPool) -> None:
-    """NaN in every page that nobody holds, and in every window of an empty slot."""
+    """NaN in every free page, and in every window of an empty slot."""
     for group in pool.memory.groups:
         for window in group.windows:
             window[:, len(pool.rows) :] = float("nan")
@@ -33,7 +33,7 @@ def poison(pool: RowPool) -> None:
 
 
 def one_row(model, ids, preset="kivi-4-sink", new_tokens=20, chunk=CHUNK, **options):
-    """The tokens that `lb.generate` writes behind these ids, which it reads in chunks."""
+    """The tokens that `lb.generate` writes after these ids, which it reads in chunks."""
     cache_options = SMALL_PAGES | options
     fixed = {"do_sample": False, "pad_token_id": 0, "prefill_chunk_size": chunk, "progress": False}
     out = lb.generate(model, ids[None], preset, new_tokens, cache_options=cache_options, **fixed)
@@ -41,7 +41,7 @@ def one_row(model, ids, preset="kivi-4-sink", new_tokens=20, chunk=CHUNK, **opti
 
 
 def read(steps, row, ids, chunk=CHUNK) -> int:
-    """Read a text to its end. The greedy token behind it."""
+    """Read a text to its end. The greedy token after it."""
     for part in ids.split(chunk):
         logits = steps.read(row, part)
     steps.newest[row.slot] = logits.argmax()

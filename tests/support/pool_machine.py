@@ -1,6 +1,6 @@
 """A pool of rows without a model, and what its rows must hold: operations are drawn by hypothesis, and checked one by one.
 
-Keys and values follow from token and position alone. So what a row holds is known whoever stored it first; the truth is a store
+Keys and values follow only from token and position. So what a row holds is known whoever stored it first; the truth is a store
 of one row that got all tokens at once.
 """
 
@@ -197,7 +197,7 @@ class Machine:
             store = LayerStore(state.rows(slice(row.slot, row.slot + 1)), layer.spec)
             here = store.state
             assert int(here.length[0, 0]) == len(text)
-            # behind a shared prefix the window is short until it has filled again
+            # after a shared prefix the window is short until it has filled again
             assert int(here.paged[0, 0]) >= int(own.state.paged[0, 0])
             if int(here.paged[0, 0]) == int(own.state.paged[0, 0]):
                 for found, expected in zip(

@@ -57,7 +57,7 @@ def _as_rank(function: Callable[..., None], rank: int, count: int, port: int, en
 
 
 def launcher_environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """What `torchrun` tells a process, on one machine without a GPU."""
+    """What `torchrun` passes to a process, on one machine without a GPU."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -78,7 +78,7 @@ def attend_once(attend, case: Case, k: torch.Tensor, v: torch.Tensor, query: tor
 
 
 def check_constant_rows(attend, case: Case, device: str, seed: int) -> None:
-    """All tokens weigh the same. Every other one's value is 1 in all channels, the others' mean is 0: the output's is 0.5."""
+    """Equal weights. Every other token's value is 1 in all channels, the others' mean is 0: the output's is 0.5."""
     tokens = case.lengths[0]
     v = torch.linspace(-0.15, 0.15, case.head_dim)[torch.randperm(case.head_dim, generator=generator(case, seed))]
     v = torch.where(torch.arange(tokens)[:, None] % 2 == 0, 1.0, v)
@@ -87,7 +87,7 @@ def check_constant_rows(attend, case: Case, device: str, seed: int) -> None:
 
 
 def check_heavy_token(attend, case: Case, device: str) -> None:
-    """One of n tokens weighs as much as 5 n others. Every other channel is -1 there and 1 elsewhere; the rest are 0."""
+    """One of n tokens has the weight of 5 n others. Every other channel is -1 there and 1 elsewhere; the rest are 0."""
     tokens = case.lengths[0]
     k = torch.zeros(tokens, case.head_dim)
     k[tokens - 256, 0] = 1.0

@@ -1,4 +1,4 @@
-"""What a cache may be asked to do, one thing after the other: what hypothesis draws, and `sequences.Machine` runs."""
+"""Operations on a cache, one after the other: what hypothesis draws, and `sequences.Machine` runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _add_presets() -> None:
 _add_presets()
 KINDS |= {f"latent {'/'.join(pair)}": dict(zip(("key_format", "value_format"), pair)) for pair in LATENTS}
 
-#: kinds that have the paths of another, with another width, codebook or transform: `make gpu-test-all` alone has them
+#: kinds that have the paths of another, with another width, codebook or transform: only `make gpu-test-all` has them
 OTHER_WIDTHS = [
     *("int4-token/int4-token", "int8-channel-g32/int2-token-g32", "int2-token-g32/int4-channel", "int4-channel/dense"),
     *("smooth+hadamard dense", "kivi-2-hadamard", "int6", "int5", "k4v2", "k2v4", "k8v4", "kitty-pro"),

@@ -28,7 +28,7 @@ class Storage(NamedTuple):
     dtype: torch.dtype
 
     def page(self, keys: torch.Tensor, values: torch.Tensor) -> Page:
-        """A page of tokens `[H, n, D]`; where there are fewer than a page holds, zeros stand behind them."""
+        """A page of tokens `[H, n, D]`; where there are fewer than a page holds, zeros follow them."""
         size, encoded, decoded = self.spec.page_size, [], []
         for fmt, x, role in zip(self.spec.formats, (keys, values), ("key_format", "value_format"), strict=True):
             whole = torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[1]))
@@ -68,7 +68,7 @@ class TrueRow:
 
     @property
     def paged(self) -> int:
-        """Tokens that stand in pages."""
+        """Tokens that are in pages."""
         spec = self.storage.spec
         return max(self.length - spec.sink, 0) if spec.direct else len(self.pages) * spec.page_size
 

@@ -27,7 +27,7 @@ HEAD_DIM = 64
 LATENT_HEADS = 4
 #: kinds that only the reference serves, on a GPU too
 WITHOUT_KERNELS = ("latent fp8-block/dense", "latent fp8-static/fp8")
-#: of fewer outputs of a query, errors are not compared by their size alone
+#: of fewer outputs of a query, errors are not compared only by their size
 FEW_QUERIES = 32
 #: share of the output: half a rounding of the model's dtype, and in float32, where sums differ in their order, this
 LEAST_ERROR = 1e-5
@@ -288,7 +288,7 @@ class Machine:
         if not text.layers or len(chosen) > MOST_ROWS:
             return
         if capacity is not None and len(chosen) != text.rows:
-            with pytest.raises(ValueError, match=f"has {text.rows} rows for good; {len(chosen)} were asked for"):
+            with pytest.raises(ValueError, match=f"is fixed to {text.rows} rows; {len(chosen)} were requested"):
                 call()
         else:
             call()

@@ -1,4 +1,4 @@
-"""A format that exists in tests alone, and the registries as they were before a test added to them."""
+"""A format that exists only in tests, and the registries as they were before a test added to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values whose scales are drawn over twelve orders of magnitude: what `kernel_cases.Case.spread` stands for."""
+"""Keys and values whose scales are drawn over twelve orders of magnitude: the meaning of `kernel_cases.Case.spread`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 from hf_lowbit_kv.eval import local_models
 from hf_lowbit_kv.planning.model_shapes import known_models
 
-#: what `None` stands for: the architecture of the bundled model
+#: the meaning of `None`: the architecture of the bundled model
 BUNDLED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _SMALL = {
     "hidden_size": 64,
@@ -36,7 +36,7 @@ class TinyHub:
     """Folders that are called as models of the hub are, so that their names work where they are linked into.
 
     Args:
-        root: where the folders go; each model is made when it is first asked for.
+        root: where the folders go; each model is made on first use.
     """
 
     def __init__(self, root: Path):

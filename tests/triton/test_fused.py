@@ -74,7 +74,7 @@ def test_gpu_norm(dtype, width, offset):
 
 
 def rotated(x, cos, sin, shared):
-    """The definition: channels in two halves, those behind them as they are."""
+    """The definition: channels in two halves; those after them are copied."""
     half = cos.shape[-1] if shared else cos.shape[-1] // 2
     if shared:
         cos, sin = (torch.cat([y, y], dim=-1) for y in (cos, sin))

@@ -172,7 +172,7 @@ def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
 
 
 def test_preallocated_steps_without_a_compiler(monkeypatch):
-    """The host is told not to compile them, and they give the text of a growing cache."""
+    """transformers gets the option not to compile them, and they give the text of a growing cache."""
     from hf_lowbit_kv.cache import low_bit_layer
 
     model, prompt = tiny_models("llama")[0], torch.arange(3, 43)[None]
@@ -199,11 +199,11 @@ def test_preallocated_steps_without_a_compiler(monkeypatch):
 def test_why_gpu_launches_nothing(gpu, reason, driver, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(toolchain, "why_no_launcher", lambda: reason)
-    monkeypatch.setattr("triton.runtime.driver", driver)  # None: what is asked of it raises
+    monkeypatch.setattr("triton.runtime.driver", driver)  # None: any access raises
     assert toolchain.why_gpu_launches_nothing() == expected
 
 
-#: logits of a long prompt and of steps behind it, and what the cache says of itself
+#: logits of a long prompt and of steps after it, and the cache's summary
 SCRIPT = """
 import json, sys, torch
 sys.path.insert(0, sys.argv[1])
@@ -224,7 +224,7 @@ print(json.dumps([cache.summary(), torch.stack(out).float().cpu().tolist()]))
 @pytest.mark.begins_first
 @pytest.mark.gpu
 def test_gpu_without_a_compiler(tmp_path):
-    """Nothing on PATH and nothing in a cache: prompt, steps and `generate` by the CUDA kernels alone."""
+    """Nothing on PATH and nothing in a cache: prompt, steps and `generate` with only the CUDA kernels."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
 
     def run(environment):

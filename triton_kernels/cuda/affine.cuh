@@ -1,4 +1,4 @@
-// Integer pages in layout `fragment-1` / `fragment-1t` (`formats/fragment.py`): masking alone turns words into operands.
+// Integer pages in layout `fragment-1` / `fragment-1t` (`formats/fragment.py`): masking is enough to turn words into operands.
 //
 // Codes are not converted. Masked bits, read as fp16, are the subnormal number code x position x 2^-24. Tensor cores multiply subnormals
 // exactly and at full speed. The position is divided out of q (channels of a key), the scores (rows) or the weights (tokens of a value).
@@ -37,15 +37,15 @@ template <int BITS> __device__ __forceinline__ void unpack(const u32* w, u32 (*a
   }
 }
 
-// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes. HIGH bits are unpacked like 4-bit codes; the words of the LOW bits stand
-// behind all of theirs. Sums are of `code / 2^LOW`, so scales are 2^LOW times as large.
+// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes. HIGH bits are unpacked like 4-bit codes; the words of the LOW bits come
+// after all of them. Sums are of `code / 2^LOW`, so scales are 2^LOW times as large.
 template <int BITS> struct Planes {
   static constexpr int HIGH = BITS == 5 || BITS == 6 ? 4 : BITS, LOW = BITS - HIGH;
   static constexpr float STEPS = 1 << LOW;
   static constexpr float PART = 1 / STEPS;  // the weight of a low code
 };
 
-// The low codes of channels 16 c and up, as the operand h that belongs to that of `unpack<4>`. They have the same distances there, and stand at
+// The low codes of channels 16 c and up, as the operand h that belongs to that of `unpack<4>`. They have the same distances there, and are at
 // four times the place in operand 1. word: the word of these channels, or (one bit) the word that their neighbours share.
 template <int LOW> __device__ __forceinline__ void unpack_low(u32 word, int c, int h, u32* a) {
   const u32 mask = LOW == 2 ? 0x00030003u << 2 * h : 0x00010001u << 2 * h, x = LOW == 1 && (c & 1) ? word >> 1 : word,

@@ -69,7 +69,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   }
 
   // Where keys are small, products of scales and q would fall below fp16's normal numbers. So if all scales of the group are below 2 (the
-  // first bit of the exponent tells), the queries that are 2^LIFT times as large are used. Returns the address of the queries to use.
+  // first bit of the exponent shows it), the queries that are 2^LIFT times as large are used. Returns the address of the queries to use.
   __device__ __forceinline__ u32 from_rows(u32 rows, u32 meta, int lane) {
     constexpr int V = D > 128 ? 4 : 2;
     u32 s[V];

@@ -19,7 +19,7 @@
 
 extern "C" __device__ int shared_bytes = TEAMS * TEAM_BYTES + TABLES, argument_bytes = sizeof(StepArgs);
 static_assert(sizeof(StepArgs) == ARGUMENT_BYTES, "arguments.py declares other fields");
-static_assert(!TABLES || TEAMS == 1 || SHARED_TABLES, "a block has one codebook a side");
+static_assert(!TABLES || TEAMS == 1 || SHARED_TABLES, "a block has one codebook per side");
 
 // Copies the codebooks of a KV head from the parameters to shared memory.
 template <class F> __device__ __forceinline__ void fill_table(u32 at, const Parameter& x, int h, int thread) {

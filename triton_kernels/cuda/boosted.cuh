@@ -52,7 +52,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
       lds<1>(&map, slot + MAP + channel_of<COLUMNS>(k, 0, 2 * t));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // behind the last page of a share the map may hold anything
+        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // after the last page of a share the map may hold anything
         scale[i] = lds_u16(slot + Low::CODES + at[i]);
       }
 #pragma unroll

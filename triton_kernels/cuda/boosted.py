@@ -1,4 +1,4 @@
-"""`formats.boosted` on the CUDA kernels, as keys alone: `boosted.cuh`, `encode_boosted.cuh`."""
+"""`formats.boosted` on the CUDA kernels, only for keys: `boosted.cuh`, `encode_boosted.cuh`."""
 
 from __future__ import annotations
 

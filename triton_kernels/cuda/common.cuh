@@ -17,7 +17,7 @@ using u64 = unsigned long long;
 #endif
 #endif
 
-// Marks code that most launches do not reach, or only one warp: it is kept out of line. Behind another kernel a launch finds no instruction
+// Marks code that most launches do not reach, or only one warp: it is kept out of line. After another kernel a launch finds no instruction
 // in a cache, so every instruction on its way costs a load.
 #define COLD __device__ __noinline__
 
@@ -29,7 +29,7 @@ constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
 // Tokens that a warp takes at a time, in two pieces; and whether a unit may hold fewer tokens.
 constexpr int UNIT = 2 * PT;
 constexpr bool PARTIAL = DIRECT || PAGE % UNIT != 0;
-// `limit`: tokens from a piece's first one on. Tells whether the unit exists. Its second piece may have no tokens; something is copied for it
+// `limit`: tokens from a piece's first one on. Returns whether the unit exists. Its second piece may have no tokens; something is copied for it
 // all the same, from another place, because a weight of 0 times NaN is NaN.
 __device__ __forceinline__ bool in_unit(int limit) { return limit > -PT; }
 #endif
@@ -101,7 +101,7 @@ template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 
     cp16_if(real && (at + 512 <= BYTES || at + lane * 16 < BYTES), target + at + lane * 16, from + at);
 }
 
-// Two arrays of `BYTES` bytes each, one behind the other.
+// Two contiguous arrays of `BYTES` bytes each.
 template <int BYTES>
 __device__ __forceinline__ void copy_pair(bool real, u32 target, const u8* first, const u8* second, int lane) {
 #pragma unroll

@@ -67,7 +67,7 @@ def inside_for(rows: int, store: LayerStore) -> Inside | None:
 
 
 def attend_kernel(chunk: Chunk, tokens: int, store: LayerStore, inside: Inside | None, storing: bool) -> AttendKernel:
-    """What to compile for chunks like this one that have `tokens` tokens. storing: whether the kernel stores the chunk
+    """The kernel to compile for chunks like this one that have `tokens` tokens. storing: whether the kernel stores the chunk
     too."""
     q, k, v, spec = chunk.queries, chunk.k, chunk.v, store.spec
     rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]

@@ -49,7 +49,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
       const int block = i / (32 * WORDS), word = i / (32 * V) % (WORDS / V) * V + i % V, owner = i / V % 32,
                 g = owner >> 2, t = owner & 3;
       u32 taken = 0, value = 0;
-      // A field of 16 channels c: element e, register 2 upper + odd, operand h; its width, where it stands, and bits of the code below it.
+      // A field of 16 channels c: element e, register 2 upper + odd, operand h; its width, its place, and bits of the code below it.
       auto put = [&](int c, int e, int odd, int upper, int h, int width, int at, int below) {
         const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g,
                   channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;

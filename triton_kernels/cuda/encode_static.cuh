@@ -1,4 +1,4 @@
-// Packing a page in static codes, as `formats/static.py` defines them: means, a scale a token, codes, planes. See encode.cuh.
+// Packing a page in static codes, as `formats/static.py` defines them: means, a scale per token, codes, planes. See encode.cuh.
 #pragma once
 #include "encode.cuh"
 #include "static.cuh"

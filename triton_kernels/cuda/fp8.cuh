@@ -103,7 +103,7 @@ template <int D, int SCALE_AT> struct Fp8Values {
       if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) x[j] = 1.f;
   }
 
-  // Codes behind the last token become zeros: they may be anything, and a weight of 0 times NaN is NaN. A lane reads only its own words.
+  // Codes after the last token become zeros: they may be anything, and a weight of 0 times NaN is NaN. A lane reads only its own words.
   static __device__ __forceinline__ void clear(u32 slot, int limit, int lane) {
 #pragma unroll 1
     for (int at = 0; at < PT / 32 * D / 16; at++) {

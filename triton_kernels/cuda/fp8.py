@@ -1,4 +1,4 @@
-"""`formats.fp8` with a scale a token on the CUDA kernels: `fp8.cuh`, `encode_fp8.cuh`."""
+"""`formats.fp8` with a scale per token on the CUDA kernels: `fp8.cuh`, `encode_fp8.cuh`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`formats.fp8_centered` on the CUDA kernels, as keys alone: `fp8_centered.cuh`, `encode_fp8_centered.cuh`."""
+"""`formats.fp8_centered` on the CUDA kernels, only for keys: `fp8_centered.cuh`, `encode_fp8_centered.cuh`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The constants of a compilation: the macros that tell `attend.cu` and `append.cu` about a layer.
+"""The constants of a compilation: the macros that describe a layer to `attend.cu` and `append.cu`.
 
 A format contributes two C++ structs for attention (as keys, as values; see `affine_keys.cuh`, `affine_values.cuh`) and
 one for packing, and says what these need (`needs.Needs`). Nothing here knows a format by name.

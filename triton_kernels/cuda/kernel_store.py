@@ -1,8 +1,8 @@
-"""Compiled kernels kept on disk. Files from there run on the GPU, so the directory must belong to the user alone.
+"""Compiled kernels kept on disk. Files from there run on the GPU, so the directory must belong only to the user.
 
 A file holds a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest covers the file's name and the
 kernel. A file that was cut short, altered or renamed is ignored: the log names it, and the kernel is compiled again. A
-digest does not tell who wrote a file, so the directory must be the user's and closed to all others.
+digest does not prove who wrote a file, so the directory must be the user's and closed to all others.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def why_refused(directory: Path) -> str | None:
     if status.st_uid != os.getuid():
         return f"it belongs to user {status.st_uid}, not to {os.getuid()}"
     if status.st_mode & 0o077:
-        return f"others may use it: its mode is {stat.S_IMODE(status.st_mode):04o}, and 0700 is asked for"
+        return f"others may use it: its mode is {stat.S_IMODE(status.st_mode):04o}, and 0700 is required"
     return None
 
 
@@ -71,7 +71,7 @@ def _usable(directory: Path) -> bool:
 @functools.cache
 def _warn(directory: Path, reason: str) -> None:
     logger.warning(
-        "%s keeps no CUDA kernels, because %s. They are compiled anew in every process; set %s to another directory",
+        "%s keeps no CUDA kernels, because %s. They are compiled again in every process; set %s to another directory",
         *(directory, reason, VARIABLE),
     )
 
@@ -109,7 +109,7 @@ def keep(name: str, kernel: bytes) -> None:
     if not _usable(directory):
         return
     try:
-        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:  # for its owner alone
+        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:  # only for its owner
             written = Path(file.name)
             try:
                 file.write(_digest(name, kernel) + kernel)

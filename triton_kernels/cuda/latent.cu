@@ -20,7 +20,7 @@ constexpr int CODE_BYTES = BLOCK * RANK, ROPE_BYTES = BLOCK * ROPE * 2,
 constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
 constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4,
               STAGES_AT = SCALES_AT + 64;
-constexpr int TILES = RANK / 16 / WARPS;  // tiles of 16 channels that a warp weighs
+constexpr int TILES = RANK / 16 / WARPS;  // tiles of 16 value channels per warp
 static_assert(PAGE_TOKENS % BLOCK == 0, "");
 
 extern "C" __device__ int latent_shared_bytes = STAGES_AT + 2 * STAGE_BYTES;

@@ -15,10 +15,10 @@
 
 constexpr int BLOCK = 32;
 constexpr int CONTENT_BYTES = BLOCK * RANK * 2, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BYTES = CONTENT_BYTES + ROPE_BYTES;
-constexpr int MAXIMA_AT = BLOCK * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // behind the weights
-constexpr int TILES = RANK / 16 / WARPS;   // tiles of 16 channels that a warp weighs
-constexpr int STEPS = (RANK + ROPE) / 16;  // products that make a score
-constexpr float GROWTH = 8.f;              // weights are at most 2^GROWTH, which fp16 holds
+constexpr int MAXIMA_AT = BLOCK * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // after the weights
+constexpr int TILES = RANK / 16 / WARPS;                                       // tiles of 16 value channels per warp
+constexpr int STEPS = (RANK + ROPE) / 16;                                      // products that make a score
+constexpr float GROWTH = 8.f;  // weights are at most 2^GROWTH, which fp16 holds
 static_assert(PAGE_TOKENS % BLOCK == 0 && STAGES >= 2, "");
 
 extern "C" __device__ int latent_dense_shared_bytes = STAGES_AT + STAGES * STAGE_BYTES;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int le
     if (BYTES / 16 % THREADS == 0 || at < BYTES / 16) cp16(target + at * 16, source + at * 16, token < left);
   }
 }
-// left: tokens from the block's first on. Bytes behind them become zeros, because a weight of 0 times NaN is NaN.
+// left: tokens from the block's first on. Bytes after them become zeros, because a weight of 0 times NaN is NaN.
 __device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int left, int thread) {
   const int token = block * BLOCK % PAGE_TOKENS;
   copy_stream<CONTENT_BYTES, CHUNKS>(page + (i64)token * RANK * 2, stage, left, thread);

@@ -17,7 +17,7 @@
 
 constexpr int HALF = 64, THREADS = 256, WARPS = 8;
 constexpr int CODE_BYTES = HALF * RANK, ROPE_BYTES = HALF * ROPE * 2, STAGE_BYTES = CODE_BYTES + ROPE_BYTES + HALF * 4;
-constexpr int TILES = RANK / 128;          // tiles of 64 channels that a warpgroup weighs
+constexpr int TILES = RANK / 128;          // tiles of 64 value channels per warpgroup
 constexpr int EACH = COLUMNS / 4;          // columns for which a lane has scores, of two tokens each
 constexpr int GROUP_BYTES = COLUMNS * 16;  // weights of 16 tokens
 constexpr int WEIGHTS_AT = COLUMNS * (RANK + ROPE * 2), STAGES_AT = WEIGHTS_AT + 8 * GROUP_BYTES;
@@ -29,7 +29,7 @@ constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;                // each warp's sum
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
 // A weight at the reference is 2^LIFT. A weight 3.7 powers of two larger still fits into e4m3, so maxima may grow for a long time before
 // they outgrow the reference. When the reference is renewed, it becomes the block's maximum if that is larger, or smaller by SHRINKAGE.
-// After a jump by JUMP the next block renews it again, so that tokens behind a token that outweighs them all are not lost. It never falls
+// After a jump by JUMP the next block renews it again, so that tokens after a token that outweighs them all are not lost. It never falls
 // more than DEPTH below the maximum so far, so that sums stay finite. A weight below 2^-15 of the reference is lost.
 constexpr float LIFT = 5.f, SHRINKAGE = 4.f, JUMP = 8.f, DEPTH = 40.f;
 constexpr int RENEWAL = 8;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   u32 content[OWN][WORDS], rope[OWN][MORE];
 #pragma unroll
   for (int j = 0; j < OWN; j++) {                                  // all loads begin before the first result is used
-    const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // rows behind the last one are replaced by zeros
+    const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // rows past the last one are replaced by zeros
     const u32* source =
         reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s));
 #pragma unroll
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
   const float factor = a.scaling * LOG2E;
   const u64 queries = matrix(memory, 128, RANK * 8), rope_queries = matrix(memory + COLUMNS * RANK, 128, ROPE * 16);
   const u64 weight_rows = matrix(weights, GROUP_BYTES, 128);
-  int turn = 0, slot = 0, phase = 0;  // slot: where the block's first half stands; phase: that slot's
+  int turn = 0, slot = 0, phase = 0;  // slot: where the block's first half is; phase: that slot's
   bool again = false;                 // renew, because the reference has just jumped
 
 #pragma unroll 1

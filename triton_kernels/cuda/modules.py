@@ -47,7 +47,7 @@ def properties(device: torch.device):
 
 @functools.cache
 def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], ...]]:
-    """The kernel's layout, whether it stores the chunk (if it is asked to and can), and its macros."""
+    """The kernel's layout, whether it stores the chunk (if that is requested and possible), and its macros."""
     spec, head_dim_k, head_dim_v, dtype, rows, heads, mask, sinks, softcap = kernel[:9]
     device = properties(kernel.device)
     limits = device.multi_processor_count, device.shared_memory_per_multiprocessor

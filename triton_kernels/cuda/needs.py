@@ -39,7 +39,7 @@ class Needs(NamedTuple):
     again: int = 0
     """keys with `same_for`: bytes for each token that a second piece brings all the same"""
     scratch: int = 0
-    """values: bytes a token that scales are made into (`SCRATCH` in affine_values.cuh)"""
+    """values: bytes per token that scales are made into (`SCRATCH` in affine_values.cuh)"""
     queries: int = 2
     """keys: forms in which queries are kept: as they are, normalised (`NORMALISED`), and without `LIFT`
     (affine_keys.cuh)"""

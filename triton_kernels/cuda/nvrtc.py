@@ -27,7 +27,7 @@ SOURCES = Path(__file__).parent
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 #: an error shows this many lines of the compiler's log
 LOG_LINES = 12
-#: by file name: locks held while a file is compiled; binaries that `ahead` compiled and nobody has used yet
+#: by file name: locks held while a file is compiled; binaries that `ahead` compiled and no launch has used yet
 _compiling: dict[str, threading.Lock] = {}
 _early: dict[str, bytes] = {}
 
@@ -113,7 +113,7 @@ def binary(
 
 def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> None:
     """Compile in a thread, if the file is not compiled yet. `binary` waits for that thread. An error is not raised
-    here: whoever needs the kernel compiles it again and gets the error."""
+    here: the first launch of the kernel compiles it again and gets the error."""
 
     def work() -> None:
         with contextlib.suppress(Exception):

@@ -143,7 +143,7 @@ __device__ __forceinline__ bool last_of_row(int* counter, int others, int& last,
   return last;
 }
 
-// Writes the outputs of a row that the teams `first` to `final` share. partial: the results of team c stand at + c * SLOT_FLOATS.
+// Writes the outputs of a row that the teams `first` to `final` share. partial: the results of team c are at + c * SLOT_FLOATS.
 __device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first,
                                             int final, int warp, int lane) {
   __threadfence();

@@ -5,7 +5,7 @@
 // Units [first, first + units) of a row's pages. A warp of the team takes the next unit when it has finished one: the scheduler serves
 // older warps first, so they run ahead.
 struct Work {
-  int first, units, end;  // end: index behind the last token
+  int first, units, end;  // end: one past the last token
   __device__ __forceinline__ Work(const Row& row, int begin, int stop) {
     first = begin;
     units = stop - begin;
@@ -72,7 +72,7 @@ struct Pages {
   __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
     here = place(unit);
     next = place(unit + WARPS);
-    if (here.left == NONE) return;  // nobody would wait for this copy
+    if (here.left == NONE) return;  // nothing would wait for this copy
     pending = unit - WARPS;         // ORDERED
     copy_keys<0>(w.keys, here, slots);
     commit();
@@ -87,7 +87,7 @@ struct Pages {
     else count_up(lane == 0 && next.left != NONE, taken, pending);
   }
 
-  // One piece: turns its scores s into weights, weighs its values, and computes the scores of the next piece.
+  // One piece: turns its scores s into weights, accumulates its values, and computes the scores of the next piece.
   template <int PIECE>
   __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
     const u32 values = slots + VALUES[PIECE], scratch = slots + KEYS[1] + Keys::SECOND;
@@ -110,7 +110,7 @@ struct Pages {
           if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
         }
     w.subtract_maximum<TILES>(s);
-    // the next piece's scores do not depend on this piece's weights, so the compiler interleaves the two. (Behind the last piece
+    // the next piece's scores do not depend on this piece's weights, so the compiler interleaves the two. (After the last piece
     // they are computed from stale memory and not used)
     const u32 keys = slots + KEYS[1 - PIECE];
     w.keys.refresh(keys, rows, PIECE == 0 ? here.at(1) : next.at(0), PIECE == 1, lane);

@@ -1,7 +1,7 @@
 // Which rows a team attends to, and which parts of them.
 //
 // The work of all rows is counted in units of 256 bytes. The rows are laid end to end and cut into equal shares, one for each team.
-// Usually one warp of the team computes the team's share and tells the other warps. There is a faster way where all rows have the same
+// Usually one warp of the team computes the team's share and passes it to the other warps. There is a faster way where all rows have the same
 // length, and the number of teams is a multiple of the number of rows, or the rows fill the teams evenly several times. Then every row
 // has its own teams, or every team its own rows, and each warp computes its part by itself (`even_part`). Everything waits for the part.
 #pragma once
@@ -11,13 +11,13 @@
 // 1024 tokens takes 2 % longer on an H200.)
 constexpr int SHORT = 1;
 
-// What a row costs its team beside units and blocks, where rows differ in length: loading queries, filling the pipeline, merging. Without
+// Cost of a row for its team besides units and blocks, if rows differ in length: loading queries, filling the pipeline, merging. Without
 // it, a team whose share lies in empty rows gets dozens of them, one after the other, while all other teams wait; a pool of rows is padded
 // with empty ones. (75 rows of 4700 tokens and 53 empty ones, us on an H200: 549 with a factor of 0, 261 with 3, 189 with 6, 148 with 12;
 // 146 without the empty rows)
 constexpr u32 ROW_COST = 12 * UNIT_COST / TEAMS;
 
-// A team's part of a row. Bounds are pairs: first, and one behind the last.
+// A team's part of a row. Bounds are pairs: first, and one past the last.
 struct alignas(16) Part {
   Row row;
   int blocks[2], units[2];  // of the window and of the pages

@@ -37,7 +37,7 @@ template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
   else if constexpr (V == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a));
   else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(a));
 }
-// Loads from global memory, exactly here: the compiler must not move the load behind later copies, for which it would then wait.
+// Loads from global memory, exactly here: the compiler must not move the load after later copies, for which it would then wait.
 __device__ __forceinline__ u32 ask(const u32* p) {
   u32 x;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));

@@ -51,7 +51,7 @@ template <int D> struct Rotation {
   // BASE channels at a time with the matrix of that order, then a butterfly over these blocks
   static __device__ __forceinline__ void blocks(float* y, int lane) {
     float next[2 * WORDS];
-    auto channel = [&](int i) { return min(32 * (i & ~1) + 2 * lane, D - 2) + (i & 1); };  // clamped behind the last
+    auto channel = [&](int i) { return min(32 * (i & ~1) + 2 * lane, D - 2) + (i & 1); };  // clamped to the last
 #pragma unroll
     for (int i = 0; i < 2 * WORDS; i++) {
       const int c = channel(i);

@@ -23,7 +23,7 @@ template <int BITS_, u32 GAIN_> struct Width {
   static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MOST = (1 << BITS) - 1, MIDDLE = MOST / 2;
   static constexpr bool TRELLIS = false;
 };
-// Codes of 2 bits on the path of a trellis (`formats/trellis.py`). They stand for eight levels that are half a step apart.
+// Codes of 2 bits on the path of a trellis (`formats/trellis.py`). They select eight levels that are half a step apart.
 template <u32 GAIN_> struct TrellisWidth : Width<2, GAIN_> {
   static constexpr float MIDDLE = 3.5f;
   static constexpr bool TRELLIS = true;
@@ -39,7 +39,7 @@ template <int D, class... W> struct Columns {
   static constexpr int GROUPS = sizeof...(W), SIZE = D / GROUPS, EACH = SIZE / 8;
   static_assert(SIZE % 8 == 0, "formats.static.validate");
 
-  // Octet n, in order. Behind the last octet only `at` has a meaning.
+  // Octet n, in order. After the last octet only `at` has a meaning.
   static __device__ __forceinline__ constexpr Octet octet(int n) {
     const int high[] = {W::HIGH...}, low[] = {W::LOW...};
     int at = 0;

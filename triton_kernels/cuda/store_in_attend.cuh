@@ -1,10 +1,10 @@
-// Stores a step's token in the launch that attends to it (FUSED: one token a row): `reference.append` after `reference.attend`.
+// Stores a step's token in the launch that attends to it (FUSED: one token per row): `reference.append` after `reference.attend`.
 //
 // No team reads the bytes that this writes, so most writes need not wait:
-// - The token has index i = length - sink behind the sink. Fewer than `tail_size` tokens stand in the ring (`paged` to i - 1; packing
+// - The token has index i = length - sink after the sink. Fewer than `tail_size` tokens are in the ring (`paged` to i - 1; packing
 //   sees to that), so slot i % tail_size is free. In the sink the token takes the first free place. (Several tokens could take over
 //   slots that other teams still read. So chunks of several tokens are stored by launches of their own.)
-// - The page that is due begins at token `paged`, behind all pages that are read. It is packed from slots of the ring, and only the
+// - The page that is due begins at token `paged`, after all pages that are read. It is packed from slots of the ring, and only the
 //   token's own slot is written. If the token itself belongs to the page (no residual), it is taken from the chunk and not kept.
 // - All teams, of all rows and row blocks, read the counters. The team that finishes reading last writes them. Each team
 //   reads and uses the counters, then meets over its last row's queries, then one thread adds to an atomic counter. This needs no
@@ -22,7 +22,7 @@ struct StepArgs : Args {
 };
 static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
 
-// What storing a row's token has to do. It is computed at the start and used at the end, when the counters in memory may have advanced.
+// The work of storing a row's token. It is computed at the start and used at the end, when the counters in memory may have advanced.
 struct Due {
   int stored, before;
 };  // stored: -1 if no page is due
@@ -45,7 +45,7 @@ template <int D> struct Token {
 };
 
 // Puts the token of a row and head into sink or ring. Called by one warp of the team, after a `meet` where the key was transformed (TRANSFORMED).
-// It has a single exit: if one warp alone calls a function that returns early, compute-sanitizer's synccheck reports the next barrier.
+// It has a single exit: if a single warp calls a function that returns early, compute-sanitizer's synccheck reports the next barrier.
 COLD Due keep_token(const AppendArgs& a, int b, int h, int length, int paged, int lane) {
   const int bh = b * a.heads + h;
   const Counts n(a, length, paged, 1);
@@ -73,7 +73,7 @@ COLD void pack_token(const AppendArgs& a, int bh, int stored, int before, int th
   pack_due(a, n, bh, Crew{thread, team}, space, AT + STAGE <= TEAM_BYTES ? space + AT : nullptr);
 }
 
-// Says that the team reads the counters no more. Called by one warp, after a `meet` behind the team's last read. Lane 0 gets the number of
+// Signals that the team has finished reading the counters. Called by one warp, after a `meet` after the team's last read. Lane 0 gets the number of
 // teams that came before. The caller uses that later, because the answer takes a memory latency.
 __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
   int before = 0;
@@ -81,8 +81,8 @@ __device__ __forceinline__ int leave_counters(int* arrived, int lane) {
   return before;
 }
 
-// count: rows times heads. BATCH: a third of the loads in flight. Few rows need few loads, and a short function: behind another kernel
-// its instructions come from memory. All of a batch is computed before the first store, because behind a store every field of `a` would
+// count: rows times heads. BATCH: a third of the loads in flight. Few rows need few loads, and a short function: after another kernel
+// its instructions come from memory. All of a batch is computed before the first store, because after a store every field of `a` would
 // be loaded again.
 template <int BATCH> COLD void advance_counters(const AppendArgs& a, int* arrived, int count, int lane) {
   __threadfence();
@@ -124,7 +124,7 @@ __device__ __forceinline__ void write_counters(const AppendArgs& a, int* arrived
   }
 }
 
-// What a team does to store tokens while it attends to one row.
+// How a team stores tokens while it attends to one row.
 constexpr int DUES = TEAMS;
 static_assert(SPACE <= TEAM_BYTES, "what packing needs");
 struct TokenStore {

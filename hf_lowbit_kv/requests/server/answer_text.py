@@ -13,7 +13,7 @@ from ..request_loop import Ticket
 from ..result import Result
 from .stop_text import StopText
 
-#: what a client is told whose request was cancelled
+#: message for a client whose request was cancelled
 CANCELLED = "the request was cancelled: the client left, or the server is stopping"
 
 

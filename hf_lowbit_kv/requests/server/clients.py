@@ -29,7 +29,7 @@ class Clients:
     any row gets HTTP 413, and a request beyond `most_open` gets 429, before anybody waits for its tokens.
 
     Args:
-        app: the server. manager: told who comes and leaves. most_bytes: of a body. most_open: requests at once.
+        app: the server. manager: notified when clients come and leave. most_bytes: of a body. most_open: requests at once.
         api_key: what clients must send as `Authorization: Bearer ...`; `None`: nothing.
     """
 

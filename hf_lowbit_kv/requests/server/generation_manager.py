@@ -58,7 +58,7 @@ class PoolGenerateManager:
         Raises:
             Refused: the request cannot be served, or its client has left. CBWorkerDeadError: nothing is served any more.
         """
-        if getattr(config, MAY_SHORTEN, False):  # nobody asked for so many tokens
+        if getattr(config, MAY_SHORTEN, False):  # the default length, not a request of the client
             longest = self.requests.pool.longest
             config.max_new_tokens = max(min(config.max_new_tokens or 1, longest - len(ids)), 1)
         options: dict[str, Any] = {"streamer": streamer} if streamed else {}

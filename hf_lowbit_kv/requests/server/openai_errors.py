@@ -17,7 +17,7 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class Refused(HTTPException):
-    """An error that the client is told.
+    """An error that is sent to the client.
 
     Args:
         status: of HTTP. message: why. param: the field of the request that is the reason. code: a name for programs.

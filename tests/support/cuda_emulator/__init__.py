@@ -28,7 +28,7 @@ FOLDER = Path(tempfile.gettempdir()) / f"hf-lowbit-kv-emulated-{os.getuid() if h
 OPTIONS = ("-std=c++17", "-Og", "-mf16c", "-ffp-contract=off", "-w", "-fPIC", "-g1")
 #: every use of memory is a call (into races.h)
 WATCHED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics")
-#: file of the kernels -> what stands in its place
+#: file of the kernels -> its replacement
 STAND_INS = {"ptx.cuh": "ptx.h", "hopper_ptx.cuh": "hopper.h"}
 #: a kernel's definition: its name and its parameters
 KERNEL = re.compile(
@@ -53,7 +53,7 @@ def translated(name: str, headers: tuple[tuple[str, str], ...]) -> str:
 
     text = joined(name, read, dict(headers))
     assert not re.search(r"\basm\b", text), re.findall(r".*\basm\b.*", text)
-    # where a kernel is defined, it gets a function that launches it: some are defined for some macros alone
+    # where a kernel is defined, it gets a function that launches it: some are defined only for some macros
     return KERNEL.sub(r'extern "C" void \1(\2); LAUNCHED(\1) \g<0>', text)
 
 
