@@ -213,12 +213,12 @@ def rows_table(caches: Sequence[str] = CACHES) -> str:
     """A Markdown table. Ratios are relative to the first cache."""
     rooms = [room(cache) for cache in caches]
     lines = ([f"`{x.cache}`", f"{x.row / 1e6:.0f}", str(x.rows), f"{x.rows / rooms[0].rows:.1f}x"] for x in rooms)
-    return markdown_table(("cache", "MB a row", "rows", "ratio"), lines)
+    return markdown_table(("cache", "MB per row", "rows", "ratio"), lines)
 
 
 def show_room() -> None:
     """Print the rows that fit, and the bytes of a row."""
-    table = Table("cache", "MB a row", "shared MB", "rows", "ratio")
+    table = Table("cache", "MB per row", "shared MB", "rows", "ratio")
     first = room(CACHES[0])
     for each in map(room, CACHES):
         sizes = f"{each.row / 1e6:.1f}", f"{each.shared / 1e6:.1f}", str(each.rows), f"{each.rows / first.rows:.2f}"
@@ -270,7 +270,7 @@ def main(
 
 def table(records: list[dict[str, Any]]) -> Table:
     """A short table of the records. Ratios are relative to the first record."""
-    out = Table("cache", "rows", "ratio", "GB a row", "tokens/s", "ratio", "step at the end, ms", "of it")
+    out = Table("cache", "rows", "ratio", "GB per row", "tokens/s", "ratio", "step at the end, ms", "of it")
     first = records[0]
     for r in records:
         end = r["step_ms"][max(r["step_ms"], key=int)]

@@ -335,7 +335,7 @@ def table(records: list[dict[str, Any]]) -> Table:
 
 
 def comparison(records: list[dict[str, Any]]) -> Table:
-    """The other tree's milliseconds, ours, and how much less ours are: for attention and steps, alone and behind a
+    """The other tree's milliseconds, ours, and how much less ours are: for attention and steps, hot and after another
     kernel."""
     kinds = "ms", "behind_ms", "step_ms", "step_behind_ms"
     out = Table("shape", "preset", *(name.removesuffix("_ms").replace("_", " ") for name in kinds))

@@ -186,7 +186,7 @@ def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, A
     contender.put_away()
     with PeakMemory(device) as peak:
         contender.steps_ms(2)
-    # memory allocated before includes the cache, unless `set_back` makes the cache anew
+    # memory allocated before includes the cache, unless `set_back` makes a new cache
     allocated = sum(p.nbytes for p in model.parameters()) + (0 if contender.transient else contender.allocated_bytes())
     return {
         "batch": contender.batch,

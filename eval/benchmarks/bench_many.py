@@ -241,7 +241,7 @@ def measure_steps(
 
 def cut_short(work: list[Job], whole: int = 24) -> list[Job]:
     """The requests with short answers, each of which ends at another step. The first prompts are whole, so that there are
-    chunks of many lengths behind others; the rest have 64 tokens at most."""
+    chunks of many lengths after others; the rest have 64 tokens at most."""
     return [Job(job.prompt if index < whole else job.prompt[:64], 3 + index) for index, job in enumerate(work)]
 
 

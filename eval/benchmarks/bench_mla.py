@@ -228,7 +228,7 @@ def time_layers(
     record: Annotated[
         Path | None, typer.Option(help="JSON lines to append to; by default eval/results/mla-GPU.jsonl")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="of the measured code, where git cannot tell")] = None,
+    commit: Annotated[str | None, typer.Option(help="of the measured code, where git does not know")] = None,
 ) -> None:
     """Check and time decode attention to latents on this GPU."""
     if unknown := [name for name in preset if name not in PRESETS]:
@@ -403,7 +403,7 @@ def time_model(
     layers: Annotated[int, typer.Option(min=2)] = 27,
     steps: Annotated[int, typer.Option(min=3)] = 20,
     record: Annotated[Path | None, typer.Option(help="by default eval/results/mla-step-GPU.jsonl")] = None,
-    commit: Annotated[str | None, typer.Option(help="of the measured code, where git cannot tell")] = None,
+    commit: Annotated[str | None, typer.Option(help="of the measured code, where git does not know")] = None,
 ) -> None:
     """Time a decode step of a DeepSeek-V2-Lite-shaped model on this GPU."""
     if not torch.cuda.is_available():

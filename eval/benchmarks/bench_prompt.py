@@ -367,7 +367,7 @@ def measure_kl(
 
     Args:
         prompt, behind: number of tokens in the prompt, and of scored tokens after it.
-        chunks: sizes of chunks. 0 stands for the whole prompt, which is always measured.
+        chunks: sizes of chunks. 0: the whole prompt, which is always measured.
 
     Raises:
         ValueError: an unknown preset, a text that is too short, or a window longer than the model's context.
@@ -450,7 +450,7 @@ def compare_chunks(
         list[int] | None, typer.Option(help="Tokens read at a time, 0 for all; repeatable.", min=0)
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the prompt [default: 3584, or 32768].")] = None,
-    behind: Annotated[int, typer.Option(help="Tokens behind the prompt that are scored.", min=1)] = 512,
+    behind: Annotated[int, typer.Option(help="Tokens after the prompt that are scored.", min=1)] = 512,
     text: Annotated[list[Path] | None, typer.Option(help="Text files; repeatable [default: two essays].")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the large model.")] = 32,
     tiny: Annotated[bool, typer.Option(help="A tiny model in place of the large one, for a dry run.")] = False,

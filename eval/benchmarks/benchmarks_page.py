@@ -86,9 +86,9 @@ def _decode(records: list[Record]) -> str | None:
     ]
     return f"""## Decode attention
 
-How many times faster than the fastest of PyTorch's 16-bit attention (cuDNN, flash) in the same run: CUDA kernels / Triton
-kernels. The number in brackets is what the bytes allow; behind it stand the microseconds of CUDA / Triton. One query token,
-float16, 32 query heads, head_dim 128; 8 KV heads where the column does not say otherwise. An empty side has no record.
+Speed-up over the fastest of PyTorch's 16-bit attention (cuDNN, flash) in the same run. Each cell: speed-up CUDA / Triton
+(memory-bandwidth limit), then microseconds. One query token, float16, 32 query heads, head_dim 128; 8 KV heads unless the
+column names another number. An empty side has no record.
 `python -m hf_lowbit_kv.eval.benchmarks.bench_decode`
 
 {NEWLINE.join(tables)}
@@ -130,10 +130,10 @@ def _steps(records: list[Record]) -> str:
 
 ### Decode steps
 
-A step as a model takes it: attention, and the token is stored; directly behind another kernel, so that nothing is in a cache.
-How many times faster than the fastest of PyTorch's 16-bit attention (which stores nothing) in the same place, and
-microseconds. Below 1 PyTorch's attention is faster. CUDA kernels. Where nothing else is said: 4 query heads for each KV head,
-head_dim 128. `eval/benchmarks/packed_layer.py` has the shapes.
+Attention and storing the token, as in a model: directly after another kernel, so that the GPU's caches are cold. Each cell:
+speed-up over the fastest of PyTorch's 16-bit attention in the same place (which stores nothing), then microseconds. Below 1
+PyTorch's attention is faster. CUDA kernels. Default: 4 query heads for each KV head, head_dim 128.
+`eval/benchmarks/packed_layer.py` has the shapes.
 
 {NEWLINE.join(tables)}
 {_commits(newest.values())}"""
@@ -141,7 +141,7 @@ head_dim 128. `eval/benchmarks/packed_layer.py` has the shapes.
 
 def _step_tables(newest: dict[tuple, Record], gpu: str) -> str:
     """Two tables of one GPU's steps, by shape and preset: presets on the usual shapes; other shapes, each in a row,
-    because there are more of them than fit beside each other."""
+    because there are too many for columns."""
 
     def presets_on(shapes: Sequence[str]) -> list[str]:
         return sorted({preset for shape, preset in newest if shape in shapes}, key=_place)
@@ -209,7 +209,7 @@ def _batch(records: list[Record]) -> str | None:
         ]
         for r in newest
     ]
-    heads = ["GPU", "model", "cache", "step", "prompt + written tokens", "memory", "rows", "tokens a second"]
+    heads = ["GPU", "model", "cache", "step", "prompt + written tokens", "memory", "rows", "tokens per second"]
     return f"""## Largest batch
 
 The most rows that fit into the memory, weights included, and the throughput with them. An eager step is bound by Python:

@@ -251,7 +251,7 @@ def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitC
     for change in changes:
         if (match := re.fullmatch(r"(sink|residual)=(\d+)", change)) is None:
             raise ValueError(
-                f"cache={name!r}: {change!r} is not understood; allowed behind a preset: sink=N, residual=N"
+                f"cache={name!r}: {change!r} is not understood; allowed after a preset: sink=N, residual=N"
             )
         window[match[1]] = int(match[2])
     spec = get_preset(preset).spec()

@@ -159,7 +159,8 @@ def humaneval(path: Path = TASKS) -> dict[str, int]:
 
 
 def front_table(tasks: Path = TASKS) -> str:
-    """README's table: presets without calibration, then those with one. HumanEval has a column if it has records."""
+    """README's table: presets without calibration, then those with one. HumanEval has a column if the default
+    preset has a record."""
     solved = humaneval(tasks)
     columns = [
         "preset",
@@ -186,7 +187,7 @@ def front_table(tasks: Path = TASKS) -> str:
     ]
     for row in body:
         row[4] = str(solved.get(row[4], ""))
-    if not solved:
+    if DEFAULT_PRESET not in solved:
         for row in (columns, *body):
             del row[4]
     return markdown_table(columns, body)

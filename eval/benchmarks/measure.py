@@ -6,7 +6,7 @@ bytes. Records go to `eval/results/accuracy-smollm2.jsonl`; `make results` rende
 each block of 128 positions. The errors of ratios are computed from it (`eval/bootstrap.py`).
 
 A record has the name of the measured commit. Measure in a checkout of a commit on main. If a branch is rebased later,
-nobody can look up the names of its commits.
+the names of its commits cannot be looked up.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def main(
         bool, typer.Option("--again", help="Measure what is recorded too; the newest record counts.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Records to add at most.")] = None,
-    dry_run: Annotated[bool, typer.Option(help="Only tell what is missing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Only list what is missing.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda; float32 on both.")] = "cpu",
     backend: Annotated[str | None, typer.Option(help="cpu, torch, triton [default: cpu, on a GPU torch].")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,

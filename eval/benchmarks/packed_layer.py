@@ -57,7 +57,7 @@ class Shape(NamedTuple):
         return cls(name, *(int(number) for number in match.groups()))
 
     def words(self) -> str:
-        """The shape for readers. 4 query heads for each KV head and head_dim 128 are not said."""
+        """The shape for readers. 4 query heads for each KV head and head_dim 128 are left out."""
         said = [f"batch {self.batch}"]
         lengths = [tokens for tokens in (self.shortest, self.tokens) if tokens is not None]
         said.append(" to ".join(f"{x // 1024}k" if x >= 1024 else str(x) for x in lengths) + " tokens")
@@ -321,7 +321,7 @@ def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
     chunk = case.chunk._replace(q=case.q.float(), k=case.k.float(), v=case.v.float())
     expected = reference.OPERATIONS.attend(chunk, case.store)
     errors = []
-    for order in ("0", "1"):  # any order of pages, and fixed order, which NaN-filling alone would select
+    for order in ("0", "1"):  # any order of pages, and fixed order, which NaN-filling would select by itself
         with patch.dict(os.environ, {determinism.VARIABLE: order}):
             errors.append(_relative(_poisoned(lambda: case.attend(backend)).float(), expected))
     plain = _plain_attention(case, row=0).float()
@@ -378,7 +378,7 @@ def step_fault(case: PackedCase, backend: str) -> str | None:
 
     fault = append_fault(case, backend, steps)
     if fault is None and not worst <= 2 * torch.finfo(case.q.dtype).eps:
-        fault = f"outputs differ from those of attention alone by {worst:.2g}"
+        fault = f"outputs differ from those of plain attention by {worst:.2g}"
     return fault
 
 

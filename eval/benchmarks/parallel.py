@@ -316,7 +316,17 @@ def _filled_and_timed(
 def table(rows: list[dict[str, Any]]) -> Table:
     """A table of the records of a run."""
     shown = Table(title=f"{rows[0]['ranks']} x {rows[0]['gpu']}, tensor parallelism")
-    for column in ("shape", "layers", "preset", "mode", "rows x tokens", "ms a step", "tokens/s", "GB a rank", "texts"):
+    for column in (
+        "shape",
+        "layers",
+        "preset",
+        "mode",
+        "rows x tokens",
+        "ms per step",
+        "tokens/s",
+        "GB per rank",
+        "texts",
+    ):
         shown.add_column(column, justify="left" if column in ("shape", "preset", "mode") else "right")
     for row in rows:
         texts = f"{row['rows_equal']} equal, {row['rows_near_tie']} near-ties" if "rows_equal" in row else ""

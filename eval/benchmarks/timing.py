@@ -191,7 +191,7 @@ def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
     ticks = sorted(event.start_ns() for event in on_host if event.name() == _Marks.NAME)
     if len(ticks) != steps + 3:
         raise RuntimeError(
-            f"the profile has {len(ticks)} marks for {steps + 3} steps, so times of a step cannot be told"
+            f"the profile has {len(ticks)} marks for {steps + 3} steps, so the time of a step is unknown"
         )
     del ticks[:2]
     begin, end, count = ticks[0], ticks[-1], len(ticks) - 1

@@ -238,7 +238,7 @@ def test_bench_batch_takes_windows_and_parameters(tmp_path):
 
 @pytest.mark.parametrize("name", ["eigen-2,sink", "kivi-2,bits=3", "kivi-2,sink=-1"])
 def test_contenders_that_are_not_understood(name, model):
-    with pytest.raises(ValueError, match="allowed behind a preset: sink=N, residual=N"):
+    with pytest.raises(ValueError, match="allowed after a preset: sink=N, residual=N"):
         contenders.low_bit_cache(name, model)
 
 

@@ -153,7 +153,7 @@ def test_checks_pass_on_the_reference_and_see_faults(case, monkeypatch):
     step = packed_layer.ops.step
     with monkeypatch.context() as patch:
         patch.setattr(packed_layer.ops, "step", lambda *args: step(*args) * 1.01)
-        assert "outputs differ from those of attention alone by 0.01" in step_fault(case, "torch")
+        assert "outputs differ from those of plain attention by 0.01" in step_fault(case, "torch")
     with monkeypatch.context() as patch:  # nothing is stored
         patch.setattr(packed_layer.ops, "step", lambda *args: packed_layer.ops.attend(*args))
         assert "advanced the counters by [0]" in step_fault(case, "torch")
