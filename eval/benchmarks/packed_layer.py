@@ -44,6 +44,8 @@ class Shape(NamedTuple):
     """`None`: the head size that the benchmark is called with"""
     shortest: int | None = None
     """tokens of the shortest row of a ragged batch; `None`: all rows have the same length"""
+    head_dim_v: int | None = None
+    """head size of values; `None`: that of keys"""
 
     @classmethod
     def parse(cls, name: str) -> Shape:
@@ -64,8 +66,13 @@ class Shape(NamedTuple):
         if (each := self.heads // self.kv_heads) != 4:
             said.append(f"{each} query heads for each KV head")
         if self.head_dim is not None:
-            said.append(f"head_dim {self.head_dim}")
+            said.append(f"head_dim {self.head_dim}" + (f" and {self.head_dim_v}" if self.head_dim_v else ""))
         return ", ".join(said)
+
+    def widths(self, head_dim: int) -> tuple[int, int]:
+        """Head sizes of keys and of values. head_dim: where the shape does not say."""
+        keys = self.head_dim or head_dim
+        return keys, self.head_dim_v or keys
 
     @property
     def ragged(self) -> bool:
@@ -94,6 +101,12 @@ OTHERS = (
     Shape("dim64_b8_32k", 8, 64, 8, 32768, head_dim=64),
     Shape("dim96_b8_32k", 8, 32, 8, 32768, head_dim=96),
     Shape("dim256_b4_32k", 4, 8, 4, 32768, head_dim=256),
+    # the global layers of Gemma 4, and as many bytes in narrower heads; MiMo-V2, and as many heads of 128
+    Shape("dim512_b4_32k", 4, 16, 8, 32768, head_dim=512),
+    Shape("dim512_kv4_b4_32k", 4, 16, 4, 32768, head_dim=512),
+    Shape("dim256_heads2_b8_32k", 8, 16, 8, 32768, head_dim=256),
+    Shape("dim192_128_b4_32k", 4, 64, 8, 32768, head_dim=192, head_dim_v=128),
+    Shape("heads8_b4_32k", 4, 64, 8, 32768),
     Shape("gqa_b1_1k", 1, 32, 8, 1024),
     Shape("gqa_b8_1k", 8, 32, 8, 1024),
     Shape("gqa_b64_4k", 64, 32, 8, 4096),
@@ -231,33 +244,35 @@ def build(
             f"tokens={min(histories) + query_length} is too few; nothing would be packed with sink and residual of {spec}"
         )
 
-    def draw(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, head_dim, device=device).to(dtype)
+    widths = shape.widths(head_dim)
+
+    def draw(*sizes: int, side: int = 0) -> torch.Tensor:
+        return torch.randn(*sizes, widths[side], device=device).to(dtype)
 
     heads, kv_heads = (shape.batch, shape.heads), (shape.batch, shape.kv_heads)
-    records = random_records(spec, head_dim, shape.kv_heads, per_head, torch.device(device))
-    geometry = spec, *kv_heads, head_dim, head_dim, dtype, device, shape.tokens + 2 * page
+    records = random_records(spec, widths, shape.kv_heads, per_head, torch.device(device))
+    geometry = spec, *kv_heads, widths[0], widths[1], dtype, device, shape.tokens + 2 * page
     store = PagedStore(*geometry, parameters=records)
     case = PackedCase(
         store,
         draw(*heads, query_length),
-        *(draw(*kv_heads, query_length) for _ in "kv"),
-        *(draw(page, *kv_heads, 1) for _ in "kv"),
+        *(draw(*kv_heads, query_length, side=side) for side in range(2)),
+        *(draw(page, *kv_heads, 1, side=side) for side in range(2)),
     )
     fill(store, histories)
     return case
 
 
 def random_records(
-    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
+    spec: LayerSpec, head_dims: tuple[int, int], kv_heads: int, per_head: bool | None, device: torch.device
 ) -> list[torch.Tensor]:
     """The parameter records of a layer, from `random_parameters`."""
-    parameters = random_parameters(spec, head_dim, kv_heads, per_head, device)
-    return spec.records(parameters, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
+    parameters = random_parameters(spec, head_dims, kv_heads, per_head, device)
+    return spec.records(parameters, head_dims, kv_heads, slice(0, kv_heads), device)
 
 
 def random_parameters(
-    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
+    spec: LayerSpec, head_dims: tuple[int, int], kv_heads: int, per_head: bool | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """A layer's parameters by full name. Factors and steps are between 1/2 and 2, matrices are rotations, and all else
     is normally distributed.
@@ -265,7 +280,7 @@ def random_parameters(
     per_head: as for `build`.
     """
     parameters = {}
-    for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
+    for name, (heads, *sizes), dtype in spec.parameters(*head_dims, kv_heads):
         by_head = not name.endswith("codebook") if per_head is None else per_head
         x = torch.randn(heads if by_head else 1, *sizes, device=device)
         if name.endswith(("factors", "step")):
