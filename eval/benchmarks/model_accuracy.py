@@ -41,9 +41,9 @@ from hf_lowbit_kv.eval.texts import Text, read_text
 #: with the number of KV heads is a multiple of 64
 PEERS = {
     "quanto-4": ("quanto", 4, 0),
-    "quanto-2": ("quanto", 2, 0),
     "quanto-4-channel": ("quanto", 4, -1),
     "hqq-4": ("hqq", 4, 1),
+    "quanto-2": ("quanto", 2, 0),
 }
 OUT = results_path("accuracy", "models")
 #: modules of Python's library whose code is read, none of which is calibrated on

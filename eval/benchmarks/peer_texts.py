@@ -34,7 +34,7 @@ FULL = "16 bits"
 def nbytes(thing: Any) -> int:
     """Bytes of all tensors in a cache layer of transformers, also of those that are made of others."""
     if isinstance(thing, torch.Tensor):
-        parts = thing.__tensor_flatten__()[0] if hasattr(thing, "__tensor_flatten__") else None  # type: ignore[attr-defined]
+        parts = thing.__tensor_flatten__()[0] if hasattr(thing, "__tensor_flatten__") else None
         return thing.nbytes if parts is None else sum(nbytes(getattr(thing, part)) for part in parts)
     if isinstance(thing, Mapping):
         return sum(map(nbytes, thing.values()))
@@ -74,7 +74,7 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON lines.")] = OUT,
 ) -> None:
     """Answer the prompt with each cache; append a record for each."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
     text = essay("worked").read_text(encoding="utf-8")[:characters]
     messages = [{"role": "user", "content": f"{text}\n\n{REQUEST}"}]
