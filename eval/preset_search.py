@@ -7,7 +7,7 @@ beats. `plot` draws the points.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,14 +154,16 @@ def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:
     return same
 
 
-def fitting_presets(model_or_config: Any, overrides: dict[str, Any] | None = None) -> tuple[list[str], dict[str, str]]:
-    """The listed presets that work with this model and these arguments of `from_preset`, and the reasons why others do
-    not.
+def fitting_presets(
+    model_or_config: Any, overrides: dict[str, Any] | None = None, names: Iterable[str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Those of these presets (default: the listed ones) that work with this model and these arguments of `from_preset`,
+    and the reasons why others do not.
 
     Presets for latent attention work only with models that have it. A calibrated preset needs its calibration.
     """
     fitting, reasons = list[str](), dict[str, str]()
-    for name in preset_names():
+    for name in preset_names() if names is None else names:
         try:
             from_preset(name, model_or_config, **overrides or {})
         except (ValueError, TypeError) as error:

@@ -22,11 +22,6 @@ BITS_OF_A_PAGE = {
     ("int2-channel", "int2-token"): 2.25,
     ("boosted2-r0.25", "int2-token"): 2.5078125,
     ("boosted2-r0.125", "int2-token"): 2.37890625,
-    ("vq-d2b8", "vq-d2b8"): 4.0,
-    ("vq-d4b12", "vq-d4b12"): 3.0,
-    ("vq-d4b8", "vq-d4b8"): 2.0,
-    ("vq-d8b12", "vq-d8b12"): 1.5,
-    ("vq-d8b12", "vq-d8b8"): 1.25,
     ("static-65444333", "static-4-tn"): 4.078125,
     ("static-64332222", "static-3-tn"): 3.078125,
     ("static-44422000", "static-2-tn"): 2.078125,
@@ -35,7 +30,7 @@ BITS_OF_A_PAGE = {
     ("fp8", "dense"): 161 / 18,
 }
 #: beginnings of the names of formats whose parameters a calibration makes
-CALIBRATED = ("vq-", "static-", "trellis-")
+CALIBRATED = ("static-", "trellis-")
 
 
 def bits_per_value(preset: Preset, tokens: int) -> float | None:

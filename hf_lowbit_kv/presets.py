@@ -33,12 +33,6 @@ PresetName = Literal[
     "kitty",
     "kitty-pro",
     "kitty-hadamard",
-    "vecinfer-4",
-    "vecinfer-3",
-    "vecinfer-2",
-    "vecinfer-1.5",
-    "vecinfer-1.25",
-    "million-2",
     "eigen-2",
     "eigen-2-trellis",
     "eigen-3",
@@ -51,8 +45,11 @@ PresetName = Literal[
 #: the package's own presets
 LISTED: tuple[PresetName, ...] = get_args(PresetName)
 #: presets as in the papers, for comparisons: every function takes their names, but lists leave them out. Their formats
-#: are those of a listed preset, or keys have a range per token, which large key biases spoil
-PAPER_PRESETS = ("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard")
+#: are those of a listed preset, or large key biases spoil their keys, which have a range per token or a codebook
+PAPER_PRESETS = (
+    *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard"),
+    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
+)
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
 #: what the documentation advises, the default first: tables show these before all others

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
+from hf_lowbit_kv.eval.benchmarks.model_accuracy import PEERS
 from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path
 from hf_lowbit_kv.planning.fits import FULL, GB, fits
@@ -131,6 +132,7 @@ def front_points(group: Sequence[str]) -> list[Point]:
 def models_table() -> str:
     """Every measured preset on the real model, most bits first."""
     short, long = accuracy(4096), accuracy(16384)
+    short = {name: records for name, records in short.items() if name not in PEERS}
     rows = []
     for name, records in sorted(short.items(), key=lambda item: -mean(item[1], "bits_per_value")):
         code = {text: record for text, record in long.get(name, {}).items() if text == "code"}

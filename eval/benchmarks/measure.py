@@ -36,7 +36,7 @@ from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.formats import Parameter
-from hf_lowbit_kv.presets import PAPER_PRESETS
+from hf_lowbit_kv.presets import PAPER_PRESETS, preset_names
 from hf_lowbit_kv.storage.step import Chunk
 
 OUT = results_path("accuracy", "smollm2")
@@ -90,7 +90,7 @@ PROBE_TOKENS = 700
 
 def candidates(model: Any) -> list[str]:
     """Every preset that needs records."""
-    return list(dict.fromkeys([*fitting_presets(model)[0], *ABLATIONS]))
+    return fitting_presets(model, names=dict.fromkeys([*preset_names(), *ABLATIONS]))[0]
 
 
 def definition(preset: str) -> str:

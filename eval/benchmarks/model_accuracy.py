@@ -36,8 +36,15 @@ from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
 from hf_lowbit_kv.eval.texts import Text, read_text
 
-#: transformers' quantized caches: name -> backend and bits
-PEERS = {"quanto-4": ("quanto", 4), "quanto-2": ("quanto", 2), "hqq-4": ("hqq", 4)}
+#: transformers' quantized caches: name -> backend, bits and axis of keys. With the advised axes, 0 of quanto and 1 of HQQ,
+#: a group is 64 channels of a token. The axis -1 of quanto groups 64 tokens of a channel. It needs lengths whose product
+#: with the number of KV heads is a multiple of 64
+PEERS = {
+    "quanto-4": ("quanto", 4, 0),
+    "quanto-4-channel": ("quanto", 4, -1),
+    "hqq-4": ("hqq", 4, 1),
+    "quanto-2": ("quanto", 2, 0),
+}
 OUT = results_path("accuracy", "models")
 #: modules of Python's library whose code is read, none of which is calibrated on
 LIBRARY = ("tarfile", "typing", "inspect", "_pydecimal", "difflib")
@@ -74,9 +81,9 @@ def offline_texts() -> list[Text]:
 
 def peer_cache(name: str, model: Any) -> QuantizedCache:
     """An empty quantized cache of transformers, with its default groups of 64 and 128 tokens in full precision."""
-    backend, bits = PEERS[name]
-    axis = {"axis_key": 1, "axis_value": 1} if backend == "hqq" else {}
-    return QuantizedCache(backend, model.config, nbits=bits, **axis)
+    backend, bits, axis_key = PEERS[name]
+    axis_value = 1 if backend == "hqq" else 0
+    return QuantizedCache(backend, model.config, nbits=bits, axis_key=axis_key, axis_value=axis_value)
 
 
 def score_peer(make: Callable[[], Any], ids: torch.Tensor, model: Any, start: int) -> Scores:

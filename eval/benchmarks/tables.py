@@ -33,6 +33,7 @@ from hf_lowbit_kv.eval.benchmarks import (
     measure,
     page_tables,
     parallel,
+    peers_table,
     tasks_table,
 )
 from hf_lowbit_kv.eval.benchmarks.benchmarks_page import BENCHMARKS, benchmarks_page
@@ -48,6 +49,7 @@ PAGES = (
     "docs/protocols.md",
     "docs/quantized-weights.md",
     "docs/several-gpus.md",
+    "docs/transformers-quantized-cache.md",
     "docs/what-fits.md",
     "README.md",
 )
@@ -319,6 +321,8 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "tasks": lambda rows: tasks_table.tasks_table(),
     "ruler": lambda rows: tasks_table.ruler_table(),
     "parallel": lambda rows: parallel.page_table(),
+    "peers": lambda rows: peers_table.peers_table(),
+    "peer-texts": lambda rows: peers_table.texts_table(),
     "own-rows": lambda rows: bench_batch.rows_table(),
     "protocols": lambda rows: page_tables.paper_table(),
     "weights-accuracy": lambda rows: page_tables.weights_accuracy_table(),

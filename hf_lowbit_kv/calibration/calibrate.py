@@ -27,7 +27,7 @@ def calibrate(
     model: Any,
     tokenizer: Any,
     texts: Sequence[str],
-    preset: PresetName | str | LayerSpec | Sequence[PresetName | str | LayerSpec] = "vecinfer-2",
+    preset: PresetName | str | LayerSpec | Sequence[PresetName | str | LayerSpec] = "eigen-2",
     *,
     samples: int | None = None,
     length: int | None = None,
@@ -41,9 +41,9 @@ def calibrate(
 ) -> Calibration:
     """Compute the parameters that `preset` needs for `model`, from the model's keys and values on `texts`.
 
-        calibration = lb.calibrate(model, tokenizer, [Path("book.txt").read_text()], "vecinfer-2")
-        calibration.save("vecinfer-2.safetensors")
-        cache = lb.from_preset("vecinfer-2", model, calibration="vecinfer-2.safetensors")
+        calibration = lb.calibrate(model, tokenizer, [Path("book.txt").read_text()], "eigen-2")
+        calibration.save("eigen-2.safetensors")
+        cache = lb.from_preset("eigen-2", model, calibration="eigen-2.safetensors")
 
     Args:
         texts: strings. Texts of `length` tokens or more are cut into windows. If this gives too few windows, the

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..folders import cache_root
-from ..presets import get_preset, preset_names
+from ..presets import PAPER_PRESETS, get_preset, preset_names
 from ..storage.staleness import ReadOnce, converted
 from . import weight_sums
 from .calibration_file import Calibration, find_file, opened
@@ -208,7 +208,7 @@ def _how_to_make(
 ) -> str:
     """The command that makes the tensors that layers need, or a Python call if no preset has them. path: file to add
     to."""
-    candidates = [preset, *preset_names()] if preset else preset_names()
+    candidates = [*filter(None, [preset]), *preset_names(), *PAPER_PRESETS]
     by_preset = {name: set(needs_of(get_preset(name).spec())) for name in candidates}
     makers = [
         next((name for name, parts in by_preset.items() if parts.issuperset(wanted)), None) for wanted in needs.values()

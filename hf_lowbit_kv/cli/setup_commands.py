@@ -88,7 +88,7 @@ def calibrate(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Let a model read texts, and make the parameters that calibrated presets (eigen-2, vecinfer-2) need.
+    """Let a model read texts, and make the parameters that calibrated presets (eigen-2, eigen-3) need.
 
     If the file exists, the command adds to it: calibrations of other presets stay.
     """

@@ -12,8 +12,10 @@ from number_text import Numbers
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tasks
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tasks, peer_texts, peers_table
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item, number_in, passes, prompts
+from hf_lowbit_kv.eval.provenance import append_record
 
 
 def test_a_peer_that_is_the_full_precision_cache_loses_nothing():
@@ -44,6 +46,44 @@ def test_records_of_a_model(tmp_path, monkeypatch):
     assert len(dense["weights"]) == 64
     assert dense["kl"] == pytest.approx(0, abs=1e-6)
     assert 0 < low["kl"] <= low["kl_p99"] <= low["kl_p999"]
+
+
+# ---- beside transformers' quantized caches ------------------------------------------------------------------------------
+
+
+def test_texts_and_bytes_of_caches():
+    model = tiny_models("llama")[0]
+    ids = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)[0, 300:].tolist()
+    theirs = DynamicCache(config=model.config)
+    assert peer_texts.answer(model, ids, theirs, 5) == expected
+    # keys and values of 304 tokens, in 2 layers of 2 KV heads of 64 float32 numbers
+    assert peer_texts.cache_bytes(theirs) == 2 * 304 * 2 * 2 * 64 * 4
+    model.set_attn_implementation("lowbit_kv")
+    ours = lb.from_preset("dense", model)
+    assert peer_texts.answer(model, ids, ours, 5) == expected
+    assert peer_texts.cache_bytes(ours) == int(ours.nbytes)
+    packed = torch.zeros(6, dtype=torch.uint8), {"scale": torch.zeros(2), "axis": 0}
+    assert peer_texts.nbytes({"keys": packed, "values": [torch.zeros(3, dtype=torch.int16)], "bits": 4}) == 6 + 8 + 6
+
+
+def test_the_table_of_peers(tmp_path):
+    """The longest context of a model that has peers; means of the texts that all of them have read."""
+    path, figures = tmp_path / "records.jsonl", {"kl_p999": 1.0, "top1": 0.5}
+    for preset, text, context, kl in (
+        *(("int8", "code", 2048, 0.1), ("int8", "prose", 2048, 0.3), ("int8", "wiki", 2048, 9.0)),
+        *(("quanto-4", "code", 2048, 1.0), ("quanto-4", "prose", 2048, 3.0)),
+        *(("quanto-4", "code", 512, 7.0), ("int8", "code", 4096, 7.0), ("kitty", "code", 2048, 7.0)),
+        ("dense", "code", 2048, 7.0),  # has not read all texts
+    ):
+        size = {"bits_per_value": 9.0} if preset == "int8" else {}
+        record = {"model": "Some-1B, Q4", "preset": preset, "text": text, "context": context, "kl": kl}
+        append_record(path, record | figures | size)
+    append_record(path, {"model": "Other", "preset": "int8", "text": "code", "context": 512, "kl": 0.0} | figures)
+    assert peers_table.peers_table(path).splitlines()[2:] == [
+        "| Some-1B, 2 texts of 2048 tokens | `int8` | 9.00 | 0.2000 | 1.00 | 50.0 % |",
+        "|  | quanto, 4 bits | 4.50 | 2.0000 | 1.00 | 50.0 % |",
+    ]
 
 
 # ---- tasks --------------------------------------------------------------------------------------------------------------

@@ -392,7 +392,6 @@ def test_presets():
         *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
         *("int8", "int6", "int5", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
-        *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
         *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),
         *("fp8", "snapmla", "mla"),
     ]
@@ -400,8 +399,8 @@ def test_presets():
         preset = lb.get_preset(name)
         assert preset.name == name
         assert preset.residual == (0 if preset.reading == "latent" else 128)
-        assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "vecinfer", "eigen")) else 0)
-        rotated = "hadamard" if "-hadamard" in name or name.startswith("vecinfer") else "none"
+        assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "eigen")) else 0)
+        rotated = "hadamard" if "-hadamard" in name else "none"
         assert preset.transform == ("eigen" if name.startswith("eigen") else rotated)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import left_padded, random_parameters, tiny_models
+from cases import every_preset, left_padded, random_parameters, tiny_models
 from mla_cases import tiny_models as mla_models
 
 import hf_lowbit_kv as lb
@@ -12,8 +12,8 @@ from hf_lowbit_kv.cache.cache_argument import as_argument
 
 #: presets whose formats and windows differ most; the others run in `make test-all`
 FAST = ("dense", "kivi-4-sink", "kitty", "eigen-2", "vecinfer-4", "kv8")
-LATENT = tuple(name for name in lb.preset_names() if lb.get_preset(name).reading == "latent")
-SEPARATE = tuple(name for name in lb.preset_names() if name not in LATENT)
+LATENT = tuple(name for name in every_preset() if lb.get_preset(name).reading == "latent")
+SEPARATE = tuple(name for name in every_preset() if name not in LATENT)
 
 
 @pytest.fixture(scope="module")

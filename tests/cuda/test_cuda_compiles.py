@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from cases import every_preset
 from compiled import needs_nvrtc, report
 from emulated import emulated
 from kernel_cases import records_for
 
 from hf_lowbit_kv.backends.choice import BACKENDS, storage_spec
-from hf_lowbit_kv.presets import PRESETS
+from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry, nvrtc
@@ -47,8 +48,8 @@ A100, H200, RTX5090 = Gpu("sm_80", 108, 164), Gpu("sm_90", 132, 228), Gpu("sm_12
 def kinds() -> dict[tuple, str]:
     """The first preset of all that compile to the same: with the same formats and transforms."""
     found: dict[tuple, str] = {}
-    for name, preset in PRESETS.items():
-        spec = preset.spec()
+    for name in every_preset():
+        spec = get_preset(name).spec()
         if (
             BACKENDS["cuda"].operations(spec.reading.name) is cuda_entry_points.OPERATIONS
             and geometry.why_not(spec, None, None, None) is None
@@ -82,7 +83,7 @@ def wanted_by(
     """File names and macros of what a layer with four query heads a KV head loads for a step of so many tokens, and to store
     tokens. head_dim_v: of values; `None`: as of keys."""
     dims = head_dim, head_dim_v or head_dim
-    spec, wanted, heads, dtype = storage_spec(PRESETS[preset].spec(), "cuda"), {}, 2, torch.float16
+    spec, wanted, heads, dtype = storage_spec(get_preset(preset).spec(), "cuda"), {}, 2, torch.float16
     records = records_for(spec, dims, heads)
     store = PagedStore(spec, 1, heads, *dims, dtype, "cpu", 512, parameters=records)
     sizes = (4 * heads, dims[0]), (heads, dims[0]), (heads, dims[1])

@@ -7,12 +7,12 @@ import gc
 import mla_cases
 import pytest
 import torch
-from cases import left_padded, random_parameters, tiny_models
+from cases import every_preset, left_padded, random_parameters, tiny_models
 from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import recording
-from hf_lowbit_kv.presets import get_preset, preset_names
+from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.triton_kernels import determinism
 
 pytestmark = [
@@ -87,7 +87,7 @@ IN_FLOAT32 = ("kivi-4", "kivi-2-hadamard", "mla")
 
 @pytest.mark.fast_if(wanted=lambda p: p["preset"] in (IN_FLOAT32 if p["dtype"] == torch.float32 else CHOSEN))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", every_preset())
 def test_gpu_recorded_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset, dtype, monkeypatch):
     """In float32 by Triton's kernels, in float16 by those in CUDA, which then must add in a fixed order."""
     monkeypatch.setenv(determinism.VARIABLE, "1")

@@ -62,9 +62,10 @@ def test_the_short_answer_gives_the_records_figures(wanted):
 def test_the_short_answer_names_the_smallest():
     """Of all presets, and of those that need no calibration; `dense` and latents aside, and with sinks."""
     assert len(SHORT_ANSWER) >= 6
-    presets = [row.preset for row in accuracy_rows.rows() if lb.get_preset(row.preset).spec().sink]
+    presets = [name for row in accuracy_rows.rows() if lb.get_preset(name := row.preset).spec().sink]
+    presets = [name for name in presets if name not in PAPER_PRESETS]
     plain = [name for name in presets if not lb.get_preset(name).spec().parameters(128, 128, 8)]
-    assert SHORT_ANSWER["the least memory of all, calibrated"][0] == min(presets, key=bits)
+    assert bits(SHORT_ANSWER["the least memory of all, with one calibration run"][0]) == min(map(bits, presets))
     assert bits(SHORT_ANSWER["the least memory without calibration"][0]) == min(map(bits, plain))
 
 

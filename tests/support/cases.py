@@ -9,6 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
+from hf_lowbit_kv.presets import PAPER_PRESETS
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 
 #: (key format, value format) pairs: every format on each side at least once
 FORMATS = [
@@ -43,6 +45,14 @@ OTHER_WIDTHS = [
 def one_of_each_width(params: dict) -> bool:
     """For `fast_if` of a test with every pair of `FORMATS`: those that differ by more than a width."""
     return params["formats"] not in OTHER_WIDTHS
+
+
+def every_preset() -> list[str]:
+    """The listed presets, and those as in the papers that store something else: one for each spec."""
+    first: dict[LayerSpec, str] = {}
+    for name in (*lb.preset_names(), *PAPER_PRESETS):
+        first.setdefault(lb.get_preset(name).spec(), name)
+    return list(first.values())
 
 
 #: small pages, so that short prompts are packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from cases import FORMATS
+from cases import FORMATS, every_preset
 from hypothesis import strategies as st
 
 import hf_lowbit_kv as lb
@@ -27,7 +27,7 @@ LATENTS = [("dense", "dense"), ("fp8", "dense"), ("fp8-block", "dense"), ("fp8-s
 
 
 def _add_presets() -> None:
-    for name in (*lb.preset_names(), "kivi-2-hadamard-sink", "kitty-variance", "kitty-range", "kitty-random"):
+    for name in (*every_preset(), "kivi-2-hadamard-sink", "kitty-variance", "kitty-range", "kitty-random"):
         preset = lb.get_preset(name)
         if preset.reading == "latent":
             continue
