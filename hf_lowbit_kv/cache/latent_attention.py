@@ -221,7 +221,7 @@ def absorbed_layers(model_or_config: Any, config: Any) -> dict[int, ModelSide]:
     Raises:
         ValueError: only the configuration of such a model is given; sparse attention; a transformers without `expand_kv`.
     """
-    rank = getattr(config, "kv_lora_rank", None)
+    rank = any(getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config)
     if not isinstance(model_or_config, torch.nn.Module):
         if rank:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import StaticLayer
 
-from .own_layers import RECURRENT, SLIDING, own_layers
+from .own_layers import RECURRENT, SLIDING, STORES_NOTHING, own_layers
 
 #: the dictionaries of a recurrent layer's tensors, and the names under which `lazy_initialization` takes them
 _STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
@@ -45,6 +45,8 @@ def contents_of(layer: Any) -> OwnContents:
     seen, tokens = 0, None
     states: dict[str, torch.Tensor] = {}
     own_layer: Any = layer
+    if isinstance(layer, STORES_NOTHING):
+        return OwnContents(seen, tokens, states)
     if getattr(own_layer, "is_initialized", False) and (seen := int(own_layer.get_seq_length())):
         static, slots = isinstance(layer, StaticLayer), own_layer.keys.shape[-2]
         count = min(seen, slots if static or not isinstance(layer, SLIDING) else own_layer.sliding_window - 1)

@@ -26,6 +26,11 @@ def packed_sides(
             f"model_type={config.model_type!r} has no keys and values of its own: it attends to those of the model that it "
             "assists"
         )
+    if not packed and "indexed_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            f"model_type={config.model_type!r} is sparse attention: an indexer chooses the tokens to attend to, which low-bit "
+            "caches do not serve"
+        )
     if not packed:
         raise ValueError(
             f"model_type={config.model_type!r} has no layer with only full attention: there is nothing to pack"

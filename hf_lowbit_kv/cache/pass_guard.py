@@ -80,7 +80,12 @@ class PassGuard:
         seen, positions = cache.layers[self.first_packed].length.at_least, arguments.get("position_ids")
         if arguments.get("use_cache") is not False or not isinstance(positions, torch.Tensor) or not 0 < seen < tokens:
             return
-        if positions.shape[-1] == tokens and int(positions[..., 0].min()) == 0:
+        if positions.shape[-1] != tokens:
+            return
+        # a row that holds tokens, and gets a whole text without padding; tokens that are hidden may have any position
+        stored = cache.layers[self.first_packed].store.state.length[:, 0] > 0
+        whole = (positions == torch.arange(tokens, device=positions.device)).all(-1)
+        if bool((whole.to(stored.device) & stored).any()):
             raise ValueError(same_text_again(tokens, seen))
 
     def begin_recurrent(self, layer: int) -> None:

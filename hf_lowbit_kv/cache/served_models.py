@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers.cache_utils import Cache
 
 from ..storage.model_sides import ModelSide
 from ..storage.readings import parse_reading
@@ -76,7 +77,19 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
         )
     if cls is not None and not uses_attention_interface(cls):
         raise ValueError(f"{cls.__name__} does not use transformers' attention interface, which low-bit caches need")
+    if (own := own_cache(cls)) is not None:
+        raise ValueError(f"{cls.__name__} takes no cache but its own ({own})")
     config = config.get_text_config(decoder=True)
+    if not hasattr(config, "num_hidden_layers"):
+        raise ValueError(
+            f"model_type={config.model_type!r} has no num_hidden_layers: it is several stacks of layers, and a low-bit cache "
+            "is for one"
+        )
+    if (loops := getattr(config, "n_recurrent_loops", 1)) > 1:
+        raise ValueError(
+            f"model_type={config.model_type!r} runs some layers several times in a pass (n_recurrent_loops={loops}), each time "
+            "with other keys and values; a low-bit cache has one layer for each of the model's"
+        )
     if getattr(config, "use_bidirectional_attention", None) == "all":
         raise ValueError(
             f"model_type={config.model_type!r} with use_bidirectional_attention='all' attends in both directions, to tokens "
@@ -132,6 +145,13 @@ def uses_attention_interface(cls: type) -> bool:
     return getattr(cls, "_supports_attention_backend", False) or hasattr(
         sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS"
     )
+
+
+def own_cache(cls: Any) -> str | None:
+    """The name of the class of caches that an architecture defines for itself (MiniMax), or `None`."""
+    defined = vars(sys.modules[cls.__module__]).items() if cls is not None else ()
+    caches = (name for name, value in defined if isinstance(value, type) and issubclass(value, Cache))
+    return next((name for name in caches if name not in vars(cache_utils)), None)
 
 
 def tp_size(model_or_config: PreTrainedModel | PreTrainedConfig) -> int:

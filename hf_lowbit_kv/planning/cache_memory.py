@@ -6,9 +6,10 @@ is allocated.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,12 +196,34 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _recurrent_bytes(shape: Shape) -> dict[int, int]:
-    """Bytes of a row's state, by layer. Two tokens are read on the meta device to find them."""
+    """Bytes of a row's state, by layer. Two tokens are read on the meta device to find them, by one layer of each kind."""
     cache = DynamicCache(config=shape.config)
+    kinds = getattr(shape.config, "layer_types", None) or range(len(cache.layers))
+    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     shape.model.set_experts_implementation("batched_mm")  # the other ways branch on data, or take only bfloat16
-    with torch.no_grad():
+    with torch.no_grad(), _only(shape.model, sorted(first.values()), len(cache.layers)):
         shape.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=META), use_cache=True, **as_argument(cache))
-    return {index: sum(tensor.nbytes for tensor in tensors_of(layer)) for index, layer in enumerate(cache.layers)}
+    states = {kind: sum(tensor.nbytes for tensor in tensors_of(cache.layers[index])) for kind, index in first.items()}
+    return {index: states[kind] for index, kind in enumerate(kinds)}
+
+
+@contextlib.contextmanager
+def _only(model: torch.nn.Module, chosen: Sequence[int], count: int) -> Iterator[None]:
+    """Inside, the decoder has only these of its `count` layers."""
+    owners = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    ]
+    held = [getattr(*owner) for owner in owners]
+    try:
+        for (module, name), layers in zip(owners, held, strict=True):
+            setattr(module, name, torch.nn.ModuleList([layers[index] for index in chosen]))
+        yield
+    finally:
+        for (module, name), layers in zip(owners, held, strict=True):
+            setattr(module, name, layers)
 
 
 def _largest(size: Any) -> int | None:

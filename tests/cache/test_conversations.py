@@ -11,7 +11,7 @@ import pytest
 from conversations import FAMILIES, Conversation
 
 #: of all families together; they take some 20 seconds of a CPU
-COUNT = int(os.environ.get("CONVERSATIONS") or 30)
+COUNT = int(os.environ.get("CONVERSATIONS") or 36)
 
 
 # PEFT asks for an attribute that the newest transformers deprecates

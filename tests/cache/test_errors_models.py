@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import SMALL_PAGES, next_logits, tiny_config, tiny_models
+from tiny_architectures import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.transformers_release import RELEASE
 
 pytestmark = pytest.mark.host
 
@@ -61,6 +63,25 @@ def test_cross_attention_models():
 def test_latent_attention_models():
     with pytest.raises(ValueError, match="'deepseek_v3' caches a latent"):
         lb.from_preset("kivi-2", AutoConfig.for_model("deepseek_v3"))
+
+
+REFUSED = {
+    "minimax": r"takes no cache but its own \(MiniMaxCache\)",
+    "dory": r"runs some layers several times in a pass \(n_recurrent_loops=2\)",
+    "blt": "'blt' has no num_hidden_layers: it is several stacks of layers",
+    "qwen4_exp_text": "'qwen4_exp_text' is sparse attention: an indexer chooses the tokens",
+    "dots3_note_text": "is sparse attention: an indexer",
+    "zamba2": "'zamba2' has no layer with full attention alone",
+    "gemma4_assistant": "no keys and values of its own: it attends to those of the model that it assists",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_are_refused_for_a_reason_of_their_own(name):
+    if RELEASE < (5, 24):
+        pytest.skip("some of them are newer, and others have other configurations")
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        lb.from_preset("dense", tiny_model(name))
 
 
 def test_another_models_layer_count(model):

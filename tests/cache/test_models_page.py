@@ -5,6 +5,7 @@ import re
 import pytest
 import transformers
 from models_page import (
+    FAMILIES,
     PAGE,
     ModelRow,
     VisionRow,
@@ -12,6 +13,7 @@ from models_page import (
     examine_with_image,
     reason,
     render,
+    widths_and_preset,
 )
 from tiny_architectures import names
 from tiny_vision import ARCHITECTURES
@@ -40,16 +42,30 @@ NAMED = {
     "phi", "phi3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "cohere", "cohere2", "olmo", "olmo2", "olmo3",
     "olmoe", "glm", "glm4", "glm4_moe", "smollm3", "granite", "granitemoe", "deepseek_v2", "deepseek_v3",
     "starcoder2", "stablelm", "nemotron", "ernie4_5", "exaone4", "helium", "jamba", "lfm2", "minimax_m2",
-    "seed_oss", "gpt_neox", "opt", "arcee", "apertus",
+    "seed_oss", "gpt_neox", "opt", "arcee", "apertus", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified",
+    "mimo_v2_flash", "dbrx", "dots1",
 }
 # fmt: on
 installed = pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the page is of transformers {VERSION}")
 
 
 def test_enough_are_served():
-    assert len(SERVED) >= 90
+    assert len(SERVED) >= 130
+    assert len(UNTRIED) <= 2
     assert len(NAMED) >= 40
     assert sorted(NAMED - set(SERVED)) == []
+
+
+def test_families_that_most_people_run():
+    assert len(FAMILIES) <= 25
+    section = TEXT.split("\n## Families that most people run\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if "`" in line]
+    found = {family: rest for family, *rest in rows if family in FAMILIES}
+    assert list(found) == list(FAMILIES)
+    for family, (name, packed, head_dim, preset) in found.items():
+        assert name == f"`{FAMILIES[family]}`"
+        assert packed == SERVED[FAMILIES[family]][0]
+        assert (head_dim, preset) == widths_and_preset(FAMILIES[family])
 
 
 @installed
@@ -76,7 +92,10 @@ def check_row(name):
 
 
 @installed
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "deepseek_v3", "qwen3_next", "bloom", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "gemma3_text", "gemma4_text", "mimo_v2_flash", "deepseek_v3", "qwen3_next", "bloom", "zamba2", "minimax"],
+)
 def test_some_rows_are_current(name):
     check_row(name)
 

@@ -25,6 +25,7 @@ from hf_lowbit_kv.cache.own_layers import can_crop
 #: tiny architectures
 FAMILIES = [
     *("llama", "qwen3", "phi3", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"),
+    *("gemma4_text", "mimo_v2_flash"),
 ]
 #: their states have read every token, so nothing is padded and nothing can be hidden
 RECURRENT = ("qwen3_next", "lfm2")

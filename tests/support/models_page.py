@@ -32,7 +32,7 @@ from tiny_vision import (
     prompt_with_image,
     tiny_vision_model,
 )
-from transformers import DynamicCache, LogitsProcessor
+from transformers import CONFIG_MAPPING, DynamicCache, LogitsProcessor
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
@@ -40,6 +40,9 @@ from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.generation.fused_pieces import Piece
 from hf_lowbit_kv.generation.piece_finder import find_pieces
+from hf_lowbit_kv.planning.model_shapes import known_models
+from hf_lowbit_kv.presets import DEFAULT_PRESET
+from hf_lowbit_kv.storage.model_sides import DIRECT
 
 PAGE = RESULTS.parents[1] / "docs" / "models.md"
 #: most seconds for one architecture, and most parameters of its small model
@@ -59,6 +62,15 @@ PAGE_TEXT = """# Supported models
 {served} of the {tried} decoder architectures of transformers {version} are supported.
 Search this page for the `model_type` of your model: `model.config.model_type`, or the field in its `config.json`.
 
+## Families that most people run
+
+| column | meaning |
+|---|---|
+| packed | how many layers store packed tokens; [more](#supported) |
+| head_dim | channels of a head in these layers, of keys / values where they differ; other sizes of a family may have others |
+| preset | the one to begin with. [choose.md](choose.md) has others |
+
+{families}
 ## Supported
 
 | column | meaning |
@@ -66,6 +78,8 @@ Search this page for the `model_type` of your model: `model.config.model_type`, 
 | packed | how many layers store packed tokens. Sliding, linear and recurrent layers keep transformers' own cache |
 | fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
 | calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) support the layers |
+
+In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and values of earlier layers, and store none.
 
 {generation}
 
@@ -119,6 +133,36 @@ that a tokenizer or processor returns, and {new} tokens are written. That is don
 cache without compression, by `lb.generate`, and under `lb.enable`. Logits must equal those with transformers' own cache, up
 to {tolerance:g} of their standard deviation. Vision-language models get their image as pixel values.
 """
+#: kinds of layers that are packed, as configurations name them
+PACKED_KINDS = ("full_attention", "attention")
+#: families by the names that people know, with the `model_type` of their text model
+FAMILIES = {
+    "Llama 2, 3": "llama",
+    "Llama 4": "llama4_text",
+    "Qwen 2.5": "qwen2",
+    "Qwen3": "qwen3",
+    "Qwen3 30B-A3B, 235B-A22B": "qwen3_moe",
+    "Qwen3-Next": "qwen3_next",
+    "Qwen3.5": "qwen3_5_text",
+    "Qwen3.5 35B-A3B, 122B-A10B, 397B-A17B": "qwen3_5_moe_text",
+    "Gemma 2": "gemma2",
+    "Gemma 3": "gemma3_text",
+    "Gemma 3n": "gemma3n_text",
+    "Gemma 4": "gemma4",
+    "Mistral, Mistral Small": "mistral",
+    "Ministral 3": "ministral3",
+    "Mixtral": "mixtral",
+    "Phi-3, Phi-4": "phi3",
+    "gpt-oss": "gpt_oss",
+    "DeepSeek-V2": "deepseek_v2",
+    "DeepSeek-V3, R1": "deepseek_v3",
+    "GLM-4.5, GLM-4.6": "glm4_moe",
+    "SmolLM3": "smollm3",
+    "OLMo 3": "olmo3",
+    "Granite 3": "granite",
+    "MiniMax-M2": "minimax_m2",
+    "MiMo-V2-Flash": "mimo_v2_flash",
+}
 #: how the page names the reason of an error: a pattern in the message, and the page's words
 REASONS = (
     ("does not use transformers' attention interface", "the model does not use transformers' attention interface"),
@@ -128,7 +172,11 @@ REASONS = (
     ),
     ("is sparse attention", "sparse attention: an indexer chooses the tokens to attend to"),
     ("computes with them between the cache", "the model computes with keys and values after it has stored them"),
-    ("attend to other layers' keys and values", "some layers attend to keys and values of other layers"),
+    ("takes no cache but its own", "the model takes no cache but one of its own class"),
+    ("several stacks of layers", "the model is several stacks of layers"),
+    ("cross-attention layers", "the model reads the keys of cross-attention layers from its cache"),
+    ("runs some layers several times", "some layers run several times in a pass, each time with other keys and values"),
+    ("of the model that it assists", "an assistant: it attends to the keys and values of the model that it assists"),
     (r"head_dim=(\d+) is not supported", r"head_dim \1 is not supported"),
 )
 
@@ -358,6 +406,7 @@ def render(rows: list[ModelRow], with_images: Sequence[VisionRow]) -> str:
     exceptions = "".join(f", except `{row.name}` ({row.generates})" for row in served if row.generates != "yes")
     images = [(_packed_or_why(row), row.generates) for row in with_images]
     return PAGE_TEXT.format(
+        families=_families({row.name: row for row in served}),
         served=len(served),
         tried=len(rows),
         version=transformers.__version__,
@@ -374,6 +423,30 @@ def render(rows: list[ModelRow], with_images: Sequence[VisionRow]) -> str:
         tolerance=TOLERANCE,
         new=len(WRITTEN),
     )
+
+
+def _families(served: Mapping[str, ModelRow]) -> str:
+    cells = []
+    for family, name in FAMILIES.items():
+        if name in served:
+            cells.append((family, f"`{name}`", served[name].served, *widths_and_preset(name)))
+    return markdown_table(["family", "model_type", "packed", "head_dim", "preset"], cells).replace("---:", "---")
+
+
+def widths_and_preset(name: str) -> tuple[str, str]:
+    """Channels of a head in the packed layers of models that `fits` knows, or else in transformers' default
+    configuration; and the preset to begin with."""
+    known = [known["config"] for known in known_models().values() if known["config"]["model_type"] == name]
+    configs = [CONFIG_MAPPING[name](**fields).get_text_config(decoder=True) for fields in known or [{}]]
+    if (rank := getattr(configs[0], "kv_lora_rank", None)) is not None:
+        return f"a latent of {rank} + {configs[0].qk_rope_head_dim}", "`snapmla`"
+    widths = set[tuple[int | None, int | None]]()
+    for config in configs:
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        packed = [layer for layer, kind in zip(config.per_layer_config, kinds, strict=True) if kind in PACKED_KINDS]
+        widths |= {DIRECT.sizes(layer)[1:] for layer in packed}
+    shown = ", ".join(str(keys) if keys == values else f"{keys} / {values}" for keys, values in sorted(widths))
+    return shown, f"`{DEFAULT_PRESET}`"
 
 
 def _packed_or_why(row: VisionRow) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,6 +15,7 @@ SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "n_embd": 256,
     "d_model": 256,
+    "emb_dim": 256,
     "word_embed_proj_dim": 256,
     "intermediate_size": 128,
     "n_inner": 128,
@@ -21,6 +23,7 @@ SIZES: dict[str, Any] = {
     "ffn_hidden_size": 128,
     "num_attention_heads": 4,
     "n_head": 4,
+    "n_heads": 4,
     "vocab_size": 160,
     "max_position_embeddings": 1024,
     "n_positions": 1024,
@@ -52,6 +55,17 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "is_decoder": True,
 }
+#: of an indexer, which chooses the tokens to attend to
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
+    "hc_lowrank": 16,
+}
+#: a small stack of layers inside of another model
+_STACK = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 #: further or other values that some architectures need; `...` keeps the architecture's own value
 CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "topk_method": "greedy", "num_experts_per_tok": 2},
@@ -78,6 +92,39 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"num_hidden_layers": 8},
+    "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 64},
+        "num_key_value_heads": 2,
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "bailing_hybrid": {"n_group": 1, "topk_group": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
+    "blt": {
+        "encoder_hash_byte_group_vocab": 64,
+        **{f"{name}_config": _STACK for name in ("patcher", "encoder", "decoder")},
+        "global_config": {**_STACK, "hidden_size": 128},
+    },
+    "phi4_multimodal": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        "original_max_position_embeddings": 1024,
+        "vision_config": {**_STACK, "num_hidden_layers": 2, "image_size": 56, "crop_size": 56},
+        "audio_config": {
+            **dict.fromkeys(("hidden_size", "intermediate_size", "ext_pw_out_channel", "nemo_conv_channels"), 64),
+            **{"depthwise_separable_out_channel": 64, "num_attention_heads": 2, "num_blocks": 2},
+        },
+    },
+    "xmod": {"default_language": "en_XX"},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "gemma4": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4_text": {
         "num_hidden_layers": 12,
@@ -108,7 +155,8 @@ def tiny_configuration(name: str) -> PreTrainedConfig:
     if name.endswith("_assistant"):
         text = tiny_configuration(name.replace("_assistant", "_text")).to_dict()
         own = {field: 0 for field in ("hidden_size_per_layer_input", "vocab_size_per_layer_input") if field in text}
-        return CONFIG_MAPPING[name](text_config=text | own | {"num_kv_shared_layers": text["num_hidden_layers"]})
+        whole: Any = CONFIG_MAPPING[name]
+        return whole(text_config=text | own | {"num_kv_shared_layers": text["num_hidden_layers"]})
     config = CONFIG_MAPPING[name]().get_text_config(decoder=True)
     fields = config.to_dict()
     changes = {
@@ -124,7 +172,9 @@ def tiny_configuration(name: str) -> PreTrainedConfig:
     layers = max([2, *(kinds.index(kind) + 1 for kind in set(kinds))])
     if fields.get("layer_types") and not _is_computed(config, "layer_types"):
         changes["layer_types"] = kinds[:layers]
-    changes |= {field: layers for field in ("num_hidden_layers", "n_layer", "num_layers") if field in fields}
+    changes |= {
+        field: layers for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if field in fields
+    }
     changes |= CHANGES.get(name, {})
     return type(config)(**{field: value for field, value in changes.items() if value is not ...})
 
@@ -135,7 +185,10 @@ def tiny_model(name: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedM
     config = tiny_configuration(name)
     try:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except (ValueError, ImportError):  # gpt-oss and others do not support PyTorch's attention
+    except (ValueError, ImportError) as error:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if "Unrecognized configuration class" in str(error):  # the decoder's configuration is not one of a whole model
+            model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])._from_config(config)
+        else:  # gpt-oss and others do not support PyTorch's attention
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.eval()
