@@ -75,7 +75,8 @@ def main(
 ) -> None:
     """Answer the prompt with each cache; append a record for each."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    loaded = loaded.to(device).eval()
     text = essay("worked").read_text(encoding="utf-8")[:characters]
     messages = [{"role": "user", "content": f"{text}\n\n{REQUEST}"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
