@@ -23,6 +23,7 @@ from ..calibration_files import calibration_file, calibration_lookup
 from ..formats import Format, parse_format
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
+from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
@@ -33,7 +34,6 @@ from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
-from .model_fingerprint import fingerprint_of
 from .model_positions import ModelPositions
 from .model_ref import ModelRef
 from .overrun import OverrunError, OverrunWatch

@@ -281,11 +281,11 @@ def test_what_decides_which_kernels_run_is_recorded_anew(model, graphs, monkeypa
     finally:
         torch.set_float32_matmul_precision(before)
     assert len(graphs) == 3
-    settings = recording.switches()
+    settings = recording.settings_stamp()
     with determinism.deterministic():
-        assert recording.switches() != settings
+        assert recording.settings_stamp() != settings
     with torch.inference_mode():
-        assert recording.switches() != settings
+        assert recording.settings_stamp() != settings
 
 
 def test_recordings_end_with_the_cache(model, graphs):
