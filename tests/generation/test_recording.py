@@ -201,7 +201,7 @@ def test_prompt_learning_is_refused(model):
         lb.generate(wrapped, left_padded(1, 9)[0], max_new_tokens=3)
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_recorded_uncompiled(model, graphs, in_place):
     ids, mask = left_padded(2, 60)

@@ -79,7 +79,7 @@ def test_recorded_steps_see_quantized_weights_that_changed_in_place(graphs, padd
     lb.release(model)
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 def test_compiled_steps_see_quantized_weights_that_changed_in_place():
     model, theirs = quantized()
     torch._dynamo.reset()
