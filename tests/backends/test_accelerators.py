@@ -15,7 +15,6 @@ from kernel_cases import Case
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import diagnosis
 from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.cache_argument import as_argument
 
 AMD = "AMD Instinct MI300X"
@@ -121,7 +120,7 @@ def _chosen_as_on(monkeypatch, kind: str) -> None:
             *names, served = args
             return original(*names, served._replace(device=device))
 
-        monkeypatch.setattr(ops, name, asked)
+        monkeypatch.setattr(choice, name, asked)
 
 
 @pytest.fixture
