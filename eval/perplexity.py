@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.formats import Format
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.reference import plain_attention, restored, transformed
 from hf_lowbit_kv.storage.step import Chunk
 

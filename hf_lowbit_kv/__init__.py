@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .requests.paged_calls import enable as enable
     from .requests.result import Interrupted as Interrupted
     from .requests.result import Result as Result
-    from .storage.paged_store import LayerSpec as LayerSpec
+    from .storage.layer_spec import LayerSpec as LayerSpec
     from .storage.transforms import Hadamard as Hadamard
     from .storage.transforms import Transform as Transform
     from .storage.transforms import parse_transform as parse_transform
@@ -74,7 +74,7 @@ _MODULES = {
     "Interrupted": "requests.result",
     "KIVICache": "cache.method_caches",
     "KittyCache": "cache.method_caches",
-    "LayerSpec": "storage.paged_store",
+    "LayerSpec": "storage.layer_spec",
     "LowBitCache": "cache.low_bit_cache",
     "MLAFP8Cache": "cache.method_caches",
     "PrefixStore": "prompts.prefix_store",

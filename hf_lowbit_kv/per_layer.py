@@ -10,8 +10,8 @@ import torch
 
 from .formats import parse_format
 from .presets import Preset, get_preset
+from .storage.layer_spec import LayerSpec
 from .storage.model_sides import ModelSide, StreamSizes
-from .storage.paged_store import LayerSpec
 from .storage.transforms import parse_transform
 
 #: a preset or its name, which replaces all choices of the cache except `page_size`; or some of `OPTIONS`, which replace

@@ -93,7 +93,8 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("slow")
     chosen = config.getoption("markexpr")
     if "host" in chosen and "not slow" in chosen:  # for another transformers; the whole matrix runs with the slow ones
-        kept = [item for item in items if all(_wanted(mark, item) for mark in item.iter_markers("host_if"))]
+        on_both = [item for item in items if "newest" not in item.keywords]
+        kept = [item for item in on_both if all(_wanted(mark, item) for mark in item.iter_markers("host_if"))]
         names = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
         items[:] = kept

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..formats.base import FIELD_ALIGNMENT
-from ..storage.paged_store import LayerSpec, LayerStore
+from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import LayerStore
 from ..storage.reference import restored, transformed_with
 from ..storage.step import Chunk, Operations
 from ..storage.transforms import Transform, base_order, hadamard

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import LayerSpec, LayerStore
+from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import LayerStore
 from .common import cdiv, constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader

@@ -45,7 +45,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from hf_lowbit_kv.backends.operations import Served, choose_backend, storage_spec
+from hf_lowbit_kv.backends.choice import Served, choose_backend, storage_spec
 from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError, build_sets, measure
 from hf_lowbit_kv.eval.benchmarks.other_tree import Compilers, OtherTree, tiny_case
 from hf_lowbit_kv.eval.benchmarks.packed_layer import USUAL, Shape, matrix

@@ -27,7 +27,6 @@ import typer
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import cache_contents, saved_cache
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.model_fingerprint import fingerprint_of
 from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
 from hf_lowbit_kv.eval.provenance import (
     append_record,
@@ -37,6 +36,7 @@ from hf_lowbit_kv.eval.provenance import (
     run_command,
     wide_console,
 )
+from hf_lowbit_kv.storage.content_digests import fingerprint_of
 
 console = wide_console()
 NEW_TOKENS = 64

@@ -52,7 +52,8 @@ from hf_lowbit_kv.eval.provenance import (
 )
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore, PagedStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk, Operations
 
 RANK, ROPE = 512, 64

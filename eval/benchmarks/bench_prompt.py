@@ -51,6 +51,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
@@ -234,7 +235,7 @@ def measure_chunk(
     """Check and time one chunk. If a check fails, `WrongResultError` is raised before anything is timed."""
     spec = get_preset(preset).spec()
     shape = Shape("", 1, HEADS, KV_HEADS, tokens)
-    case = build(shape, ops.storage_spec(spec, backend), head_dim, queries, dtype, device)
+    case = build(shape, choice.storage_spec(spec, backend), head_dim, queries, dtype, device)
     relerr, bound = attend_error(case, backend)
     if not relerr <= bound:  # NaN fails too
         raise WrongResultError(f"relative error {relerr:.2g} is above its bound {bound:.2g}")
@@ -248,7 +249,7 @@ def measure_prompt(
     preset, backend, tokens: int, queries: int, head_dim: int, dtype, device, rounds: int
 ) -> dict[str, Any]:
     """Time a whole prompt, chunk after chunk."""
-    spec = ops.storage_spec(get_preset(preset).spec(), backend)
+    spec = choice.storage_spec(get_preset(preset).spec(), backend)
     store = PagedStore(spec, 1, KV_HEADS, head_dim, head_dim, dtype, device, capacity=tokens)
     x = Inputs.random(1, HEADS, KV_HEADS, tokens, head_dim, tokens, dtype, device)
 
@@ -303,7 +304,7 @@ def time_attention(
     backends: list[str | None] = [*backend] if backend else [None]
     for name in preset or ["kivi-4"]:
         for name_of_backend in backends:
-            chosen = ops.choose_backend(name_of_backend, ops.Served(where, number, get_preset(name).spec()))
+            chosen = choice.choose_backend(name_of_backend, choice.Served(where, number, get_preset(name).spec()))
             for measure, tokens, queries in work:
                 record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
                 record |= {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_lowbit_kv.backends.operations import storage_spec
+from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     PackedCase,

@@ -34,7 +34,7 @@ from unittest.mock import patch
 
 import torch
 
-from hf_lowbit_kv.backends.operations import storage_spec
+from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, Shape, build
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import get_preset

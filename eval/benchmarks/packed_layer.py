@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, PagedStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import NONE
 from hf_lowbit_kv.triton_kernels import determinism

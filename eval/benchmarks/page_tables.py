@@ -205,6 +205,7 @@ def _fits_rows(memory: int) -> Iterator[list[str]]:
             yield [f"{name.split('/')[1]} ({full_length // 1024}k)", f"{weights}, {size / GB:.1f}", *cells]
 
 
+@functools.cache
 def fits_table(memory: int) -> str:
     """The longest context, and the most rows, of known models on GPUs with `memory` GB."""
     head = ["model (its context)", "weights, GB", "16-bit cache", *(f"`{preset}`" for preset in PRESETS)]

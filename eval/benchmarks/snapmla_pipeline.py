@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from hf_lowbit_kv.formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, read_pages
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
 #: tokens in a block; their weights share a scale

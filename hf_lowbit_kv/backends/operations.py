@@ -17,14 +17,7 @@ import torch
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import READ_ONLY, LayerState, LayerStore
 from ..storage.step import Chunk, Operations
-from .choice import Served as Served
-from .choice import check_backend as check_backend
-from .choice import choose_backend as choose_backend
-from .choice import describe_backend as describe_backend
-from .choice import operations_of as operations_of
-from .choice import storage_spec as storage_spec
-from .choice import warn_of_reference as warn_of_reference
-from .choice import why_slow_reference as why_slow_reference
+from .choice import operations_of
 
 #: a `Chunk` in the schema of an operation
 _CHUNK = (

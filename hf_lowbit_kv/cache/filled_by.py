@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..calibration_files.weight_sums import attention_modules
-from .model_fingerprint import Samples, adapters_in, first_difference
+from ..storage.content_digests import Samples, adapters_in, first_difference
+from ..storage.process_stamps import Unstamped
 
 
-class Look:
+class Look(Unstamped):
     """State of a model, or of one of its attention modules, at the time of the check.
 
     Args:

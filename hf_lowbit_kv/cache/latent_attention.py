@@ -26,8 +26,8 @@ import torch
 
 from ..storage.linear_weights import columns_of, is_plain, is_quantized
 from ..storage.model_sides import ModelSide, StreamSizes, causal_attention
+from ..storage.process_stamps import ModuleStamp
 from ..storage.readings import READINGS
-from ..storage.staleness import Seen
 
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")
@@ -58,7 +58,7 @@ class UpProjection:
         self.nope, self.value = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
         self.rank = int(module.kv_lora_rank)  # type: ignore[arg-type]
         self._dense: torch.Tensor | None = None
-        self._seen: Seen | None = None
+        self._stamp: ModuleStamp | None = None
 
     @property
     def projection(self) -> Any:
@@ -94,13 +94,13 @@ class UpProjection:
     def _dequantized(self, layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
         """The weight `[Hq * (nope + v), L]` of a quantized layer. It is the last one if the layer has not changed."""
         old = self._dense
-        if old is not None and old.dtype == dtype and self._seen is not None and self._seen.unchanged(layer):
+        if old is not None and old.dtype == dtype and self._stamp is not None and self._stamp.unchanged(layer):
             return old
-        seen = Seen(layer)  # before reading the weights: what changes meanwhile is noticed next time
+        stamp = ModuleStamp(layer)  # before reading the weights: what changes meanwhile is noticed next time
         dense = columns_of(layer, self.rank, dtype)
         if old is not None and (old.shape, old.dtype, old.device) == (dense.shape, dense.dtype, dense.device):
             dense = old.copy_(dense)  # recorded steps keep its address
-        self._dense, self._seen = dense, seen
+        self._dense, self._stamp = dense, stamp
         return dense
 
 

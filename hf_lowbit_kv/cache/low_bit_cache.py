@@ -18,11 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import PushToHubMixin
 
-from ..backends import operations as ops
+from ..backends import choice
 from ..calibration_files import calibration_file, calibration_lookup
 from ..formats import Format, parse_format
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
+from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
@@ -33,7 +34,6 @@ from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
-from .model_fingerprint import fingerprint_of
 from .model_positions import ModelPositions
 from .model_ref import ModelRef
 from .overrun import OverrunError, OverrunWatch
@@ -132,7 +132,7 @@ class LowBitCache(Cache, PushToHubMixin):
             model_or_config = unwrap(model_or_config)
         self.model = ModelRef(model_or_config)
         config = text_config(model_or_config)
-        ops.check_backend(backend)
+        choice.check_backend(backend)
         check_count("max_cache_len", max_cache_len, optional=True)
         check_choice("allow_other_weights", allow_other_weights)
         residual = one_of("residual", residual, "residual_length", residual_length, default=128)
@@ -239,7 +239,7 @@ class LowBitCache(Cache, PushToHubMixin):
         make_anew_for_other_rows(layer, rows)
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
-            ops.warn_of_reference(self._first_packed_layer.why_slow_reference)
+            choice.warn_of_reference(self._first_packed_layer.why_slow_reference)
             if self._biases_to_come:
                 specs = {index: x.spec for index, x in enumerate(self.layers) if isinstance(x, LowBitLayer)}
                 self._biases_to_come = warn_of_key_biases(self.model.alive(), specs, self.packed_sizes)

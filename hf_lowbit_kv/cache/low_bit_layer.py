@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
+from ..backends import choice
 from ..backends import operations as ops
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
@@ -126,11 +127,11 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
-        served = ops.Served(key_states.device, key_states.dtype, self.spec, head_dims)
-        self.backend = ops.choose_backend(self.requested_backend, served)
-        self.backend_shown = ops.describe_backend(self.requested_backend, self.backend, served)
-        self.why_slow_reference = ops.why_slow_reference(self.requested_backend, self.backend, served)
-        self.spec = ops.storage_spec(self.spec, self.backend)
+        served = choice.Served(key_states.device, key_states.dtype, self.spec, head_dims)
+        self.backend = choice.choose_backend(self.requested_backend, served)
+        self.backend_shown = choice.describe_backend(self.requested_backend, self.backend, served)
+        self.why_slow_reference = choice.why_slow_reference(self.requested_backend, self.backend, served)
+        self.spec = choice.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         self.store = PagedStore(
             self.spec,

@@ -25,12 +25,11 @@ from filelock import FileLock
 
 from ..calibration_files import calibration_lookup
 from ..presets import why_not_of
+from ..storage.content_digests import difference, digest, fingerprint_of
 from ..storage.layer_spec import LayerSpec
-from ..storage.staleness import digest
 from ..storage.stored_tokens import StoredTokens
 from .cache_contents import CacheContents, LayerContents
 from .checked_tensors import read_tensors, write_tensors
-from .model_fingerprint import difference, fingerprint_of
 from .model_positions import keeps_positions
 from .own_layer_contents import OwnContents
 

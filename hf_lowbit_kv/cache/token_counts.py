@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..storage.process_stamps import Unstamped
 from ..storage.store_forks import copies_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Seen(int):
         return new
 
 
-class Padding:
+class Padding(Unstamped):
     """Masks of the passes that had one, with the positions of all tokens seen, padding included.
 
     Nothing waits for the device until `real_among_last` asks, or a block of single tokens' masks is full.

@@ -14,7 +14,7 @@ from ..cache.packed_layers import packed_sizes
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
 from ..presets import PresetName, get_preset
-from ..storage.paged_store import LayerSpec
+from ..storage.layer_spec import LayerSpec
 from . import gradients as differentiation
 from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
 from .calibration_windows import Tokens, announcement, check_texts, first_positions, longest_window

@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..storage.staleness import digest
+from ..storage.content_digests import digest
 from .calibration_card import push_to_hub
 from .model_description import ACCEPTING, check_description, difference
 

@@ -16,7 +16,7 @@ import torch
 
 from ..folders import cache_root
 from ..presets import PAPER_PRESETS, get_preset, preset_names
-from ..storage.staleness import ReadOnce, converted
+from ..storage.process_stamps import ReadOnce, converted
 from . import weight_sums
 from .calibration_file import Calibration, find_file, opened
 from .model_description import ACCEPTING, describe_model, difference, marks_difference, weights_difference

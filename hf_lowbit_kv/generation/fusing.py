@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..storage.process_stamps import Unstamped
 from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward, why_no_kernels
 from .piece_finder import Behaviour, find_pieces
 
@@ -27,7 +28,7 @@ _ANOTHER_FORMULA = 2**-5
 _placing = threading.RLock()
 
 
-class Substitute:
+class Substitute(Unstamped):
     """Replaces a module's `forward`, for the thread that put it there."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):

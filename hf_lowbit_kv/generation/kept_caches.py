@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..cache.low_bit_cache import LowBitCache
-from ..storage.staleness import digest
+from ..storage.content_digests import digest
 from . import recording
 
 #: number of caches kept for a model. A cache is freed when it is the least recently used one, by `release`, or with the

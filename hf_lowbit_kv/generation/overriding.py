@@ -15,7 +15,8 @@ from types import MethodType
 from typing import Any
 
 #: attribute of an object with overrides: its earlier attributes, and how many users each override has
-STATE = "_lowbit_overrides"
+from ..storage.process_stamps import OVERRIDES as STATE
+
 _lock = threading.Lock()
 
 

@@ -8,7 +8,7 @@ step is recorded. A `Recorder` keeps no reference to the cache or the model, so 
 Kernels of this package compute pieces of the model while a step is recorded (`fusing`). Layers that the user has
 compiled are recorded compiled (`compiled_layers`).
 
-`recording_dependencies` says for how long a recording is valid. `step_state` finds what a step changes in Python.
+Stamps (`process_stamps`) say for how long a recording is valid. `step_state` finds what a step changes in Python.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch.utils import _pytree as pytree
 
 from ..cache.cache_argument import cache_in
 from ..cache.low_bit_layer import LowBitLayer
+from ..storage.process_stamps import cache_stamp, changed_module, model_stamp, settings_stamp
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
 from .cuda_graphs import Graph
 from .cuda_graphs import graphs_for as graphs_for
 from .fusing import Fusion, why_nothing_fused
 from .heartbeat import watch_ranks
-from .recording_dependencies import fingerprint, first_difference, memory, switches
 from .step_state import counted, python_state, restore, saved, windows_full
 from .sync_watch import watch
 from .tensor_parallel import Ranks
@@ -152,7 +152,7 @@ class Recorder:
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
         """Forget recordings if model, cache or torch have changed since they were made, on any rank."""
-        state = (fingerprint(model), memory(cache), switches(), fuse)
+        state = (model_stamp(model), cache_stamp(cache), settings_stamp(), fuse)
         self._ranks = Ranks.of(model)
         if self._ranks.any(state != self._seen):
             self._forget()
@@ -203,7 +203,7 @@ class Recorder:
         with recorded_as_compiled(model), pieces, watch(model.device) as waits:
             outputs = model(**inputs)
         assert self._seen is not None
-        old, now = self._seen[0], fingerprint(model)
+        old, now = self._seen[0], model_stamp(model)
         self._seen = now, *self._seen[1:]
         counts, reason = counted(before, python_state(cache))
         fused = self._ranks.any(fusion.any)
@@ -214,7 +214,7 @@ class Recorder:
             return outputs
         if waits:
             reason = f"it asks the device at {waits[0]}"
-        elif reason is None and (module := first_difference(old, now)) is not None:
+        elif reason is None and (module := changed_module(old, now)) is not None:
             reason = f"{module} changes its attributes in every step"
         if (reason := self._on_any_rank(reason)) is None:
             if not (observed and fused):

@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..cache.low_bit_layer import LowBitLayer
-from .recording_dependencies import addresses
+from ..storage.process_stamps import addresses
 
 
 def windows_full(cache: Any) -> Iterator[bool]:

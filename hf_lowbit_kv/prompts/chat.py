@@ -17,7 +17,6 @@ from ..cache import cache_contents, saved_cache
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
-from ..cache.model_fingerprint import fingerprint_of
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..generation.call_options import check_options, options_of_cache, setting
 from ..generation.finish_reason import FinishReason
@@ -25,6 +24,7 @@ from ..generation.generate import ARGUMENTS, generate
 from ..generation.option_names import check_names
 from ..generation.sampling_settings import check_sampling
 from ..presets import DEFAULT_PRESET, PresetName
+from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import check_count
 from .prefix_store import PrefixStore
 

@@ -14,8 +14,7 @@ from ..byte_sizes import parse_size
 from ..cache import cache_contents, saved_cache
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.model_fingerprint import digest_of, fingerprint_of
-from ..storage.staleness import digest
+from ..storage.content_digests import digest, fingerprint_digest, fingerprint_of
 from .kept_prompt import KeptPrompt, Segment, contents_for, pages_in_common, take_prompt, usable
 from .prompt_folder import PromptFolder
 
@@ -196,8 +195,8 @@ class PrefixStore:
             for layer in cache.packed_layers
         ]
         rope = length_rope(model)
-        return digest_of(
-            {"model": digest_of(self._fingerprint), "layers": layers}
+        return fingerprint_digest(
+            {"model": fingerprint_digest(self._fingerprint), "layers": layers}
             | ({} if rope is None else {"rope": rope.beyond(read)})
         )
 

@@ -17,7 +17,7 @@ import torch
 
 from ..cache import saved_cache
 from ..storage.paged_store import read_pages
-from ..storage.staleness import ReadOnce
+from ..storage.process_stamps import ReadOnce
 from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, common_prefix, contents_for
 
 #: how many descriptions are remembered while their files do not change

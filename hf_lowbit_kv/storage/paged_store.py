@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .layer_spec import LayerSpec as LayerSpec
+from .layer_spec import LayerSpec
 from .shared_pages import Holding
 
 #: fields of `LayerState` that operations never change

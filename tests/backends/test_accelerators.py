@@ -15,7 +15,6 @@ from kernel_cases import Case
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import diagnosis
 from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.cache_argument import as_argument
 
 AMD = "AMD Instinct MI300X"
@@ -57,24 +56,24 @@ def _triton_runs_on(monkeypatch, kind: str | None) -> None:
 
 def test_rocm_gets_triton_and_says_why(rocm):
     pytest.importorskip("triton")
-    assert ops.choose_backend(None, ops.Served(rocm, torch.float16, SPEC)) == "triton"
+    assert choice.choose_backend(None, choice.Served(rocm, torch.float16, SPEC)) == "triton"
     assert (
-        ops.describe_backend(None, "triton", ops.Served(rocm, torch.float16, SPEC))
+        choice.describe_backend(None, "triton", choice.Served(rocm, torch.float16, SPEC))
         == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
     )
     assert (
-        ops.describe_backend("triton", "triton", ops.Served(rocm, torch.float16, SPEC))
+        choice.describe_backend("triton", "triton", choice.Served(rocm, torch.float16, SPEC))
         == "triton (not tested on AMD GPUs)"
     )
 
 
 def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
     """Not for missing bindings, which are unused there."""
-    ops.check_backend("cuda")
+    choice.check_backend("cuda")
     with pytest.raises(ValueError, match=re.escape(f"backend='cuda' {ON_ROCM}; use backend='triton'")):
-        ops.choose_backend("cuda", ops.Served(rocm, torch.float16, SPEC))
+        choice.choose_backend("cuda", choice.Served(rocm, torch.float16, SPEC))
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        ops.choose_backend("cuda", ops.Served(torch.device("cpu"), torch.float16, SPEC))
+        choice.choose_backend("cuda", choice.Served(torch.device("cpu"), torch.float16, SPEC))
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
@@ -82,29 +81,30 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, None)
     device = torch.device(kind)
-    assert ops.choose_backend(None, ops.Served(device, torch.float16, SPEC)) == "torch"
-    shown = ops.describe_backend(None, "torch", ops.Served(device, torch.float16, SPEC))
+    assert choice.choose_backend(None, choice.Served(device, torch.float16, SPEC)) == "torch"
+    shown = choice.describe_backend(None, "torch", choice.Served(device, torch.float16, SPEC))
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
-    assert ops.describe_backend("torch", "torch", ops.Served(device, torch.float16, SPEC)) == "torch"
+    assert choice.describe_backend("torch", "torch", choice.Served(device, torch.float16, SPEC)) == "torch"
     for asked in ("triton", "cuda", "cpu"):
         monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
         with pytest.raises(ValueError, match=f"backend='{asked}' needs .*{kind!r}"):
-            ops.choose_backend(asked, ops.Served(device, torch.float16, SPEC))
+            choice.choose_backend(asked, choice.Served(device, torch.float16, SPEC))
 
 
 def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, "xpu")
     xpu, mps = torch.device("xpu"), torch.device("mps")
-    assert ops.choose_backend(None, ops.Served(xpu, torch.float16, SPEC)) == "torch"
-    shown = ops.describe_backend(None, "torch", ops.Served(xpu, torch.float16, SPEC))
+    assert choice.choose_backend(None, choice.Served(xpu, torch.float16, SPEC)) == "torch"
+    shown = choice.describe_backend(None, "torch", choice.Served(xpu, torch.float16, SPEC))
     assert shown == "torch (slow reference: no kernels are tested on 'xpu'; backend='triton' may run there)"
-    assert ops.choose_backend("triton", ops.Served(xpu, torch.float16, SPEC)) == "triton"
+    assert choice.choose_backend("triton", choice.Served(xpu, torch.float16, SPEC)) == "triton"
     assert (
-        ops.describe_backend("triton", "triton", ops.Served(xpu, torch.float16, SPEC)) == "triton (not tested on 'xpu')"
+        choice.describe_backend("triton", "triton", choice.Served(xpu, torch.float16, SPEC))
+        == "triton (not tested on 'xpu')"
     )
     with pytest.raises(ValueError, match=r"backend='triton' needs a GPU that Triton supports, .*'mps'"):
-        ops.choose_backend("triton", ops.Served(mps, torch.float16, SPEC))
+        choice.choose_backend("triton", choice.Served(mps, torch.float16, SPEC))
 
 
 # ---- a cache says it ------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def _chosen_as_on(monkeypatch, kind: str) -> None:
             *names, served = args
             return original(*names, served._replace(device=device))
 
-        monkeypatch.setattr(ops, name, asked)
+        monkeypatch.setattr(choice, name, asked)
 
 
 @pytest.fixture

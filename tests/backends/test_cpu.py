@@ -125,7 +125,7 @@ def test_default_on_a_cpu(monkeypatch):
 
 
 def test_elsewhere_it_is_refused():
-    from hf_lowbit_kv.backends import operations
+    from hf_lowbit_kv.backends import choice
 
     with pytest.raises(ValueError, match=r"backend='cpu' needs the model on the CPU, and it is on 'meta'"):
-        operations.choose_backend("cpu", operations.Served(torch.device("meta")))
+        choice.choose_backend("cpu", choice.Served(torch.device("meta")))

@@ -18,7 +18,7 @@ from sequence_operations import LATENTS
 from hf_lowbit_kv.backends import cpu
 from hf_lowbit_kv.backends.choice import BACKENDS, Served, storage_spec
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import format_structs
 

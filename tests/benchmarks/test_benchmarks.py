@@ -11,7 +11,7 @@ import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.backends.operations import storage_spec
+from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval import provenance
 from hf_lowbit_kv.eval.benchmarks import (
     bench_decode,
@@ -34,7 +34,7 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import (
 )
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
 CPU = torch.device("cpu")

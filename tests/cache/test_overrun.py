@@ -32,7 +32,7 @@ def overrun(model, tokens: int, preset: str = "kivi-2", **options) -> lb.LowBitC
     return cache
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 @pytest.mark.host
 def test_compiled_steps(model):
     room = overrun(model, 0).layers[0].spec.room_for(100)

@@ -19,7 +19,7 @@ from processes import at_once
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.cache import saved_cache
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
@@ -113,9 +113,9 @@ def test_pages_in_the_order_of_another_backend(model, formats, residual, tmp_pat
         return changed
 
     caches = {}
-    for name, storage in (("cpu", ops.storage_spec), ("gpu", of_a_gpu)):
+    for name, storage in (("cpu", choice.storage_spec), ("gpu", of_a_gpu)):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "storage_spec", storage)
+            patch.setattr(choice, "storage_spec", storage)
             cache = cache_of(model, formats, page_size=32, residual=residual, backend="torch")
             _read(model, cache, ids)
             cache.save_pretrained(tmp_path / name)
@@ -123,7 +123,7 @@ def test_pages_in_the_order_of_another_backend(model, formats, residual, tmp_pat
     text = torch.randint(3, 160, (1, 50))
     for saved, opened in (("cpu", "gpu"), ("gpu", "cpu")):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "storage_spec", caches[opened][1])
+            patch.setattr(choice, "storage_spec", caches[opened][1])
             new = lb.LowBitCache.from_pretrained(tmp_path / saved, model, backend="torch")
         assert new.packed_layers[0].spec == caches[opened][0].packed_layers[0].spec
         assert torch.equal(_read(model, new, text), _read(model, copy.deepcopy(caches[opened][0]), text))
@@ -134,7 +134,7 @@ def test_latents_in_the_order_of_another_backend(tmp_path, monkeypatch):
     cache = lb.from_preset("snapmla", ours, page_size=32, backend="torch")
     _read(ours, cache, left_padded(1, 100)[0])
     cache.save_pretrained(tmp_path)
-    monkeypatch.setattr(ops, "storage_spec", lambda spec, backend: spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT))
+    monkeypatch.setattr(choice, "storage_spec", lambda spec, backend: spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT))
     new = lb.LowBitCache.from_pretrained(tmp_path, ours, backend="torch")
     assert new.packed_layers[0].spec.key_format.layout == bricks.LAYOUT
     text = torch.randint(3, 160, (1, 50))

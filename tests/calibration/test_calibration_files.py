@@ -21,7 +21,7 @@ from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration.calibration_target import add_to_file
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
-from hf_lowbit_kv.storage import staleness
+from hf_lowbit_kv.storage import process_stamps
 
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 
@@ -38,7 +38,7 @@ def folder(monkeypatch, tmp_path):
     """The user's folder, empty; nothing comes with the package."""
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
-    monkeypatch.setattr(staleness, "CLOCK_STEP", 0)
+    monkeypatch.setattr(process_stamps, "CLOCK_STEP", 0)
     path = tmp_path / "own" / "calibrations"
     path.mkdir(parents=True)
     return path

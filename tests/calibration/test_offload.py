@@ -77,7 +77,7 @@ def test_less_is_kept():
     assert peaks[1] < peaks[0] / 4
 
 
-@pytest.mark.host_if(wanted=lambda p: False)
+@pytest.mark.newest
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_the_calibration_is_the_same(family):
     model = tiny_models(family)[0]

@@ -17,7 +17,7 @@ from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, TRELLIS
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import determinism
@@ -185,7 +185,7 @@ def test_generate_without_triton(preset, launch, monkeypatch):
     assert prompt.shape[1] * groups > launch.FUSED_ROWS["cuda"]
     texts = []
     for backend in ("torch", "cuda"):
-        monkeypatch.setattr(ops, "choose_backend", lambda *args, chosen=backend: chosen)
+        monkeypatch.setattr(choice, "choose_backend", lambda *args, chosen=backend: chosen)
         cache = lb.from_preset(preset, model, **SMALL_PAGES)
         options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0}
         text = model.generate(prompt, max_new_tokens=12, **options)

@@ -12,7 +12,8 @@ from latent_cases import Filled, LatentCase, check_append, check_attend, check_s
 
 from hf_lowbit_kv.backends.choice import BACKENDS, Served
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda import latent
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches

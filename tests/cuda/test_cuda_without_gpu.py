@@ -14,12 +14,12 @@ from cases import FORMATS
 from cuda_cases import fragment
 from kernel_cases import Case
 
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import choice as backends
-from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.formats.fragment import LAYOUTS
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.transforms import Fused
 from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry, nvrtc
 
@@ -34,13 +34,13 @@ def compile_module():
 def test_missing_bindings(monkeypatch):
     monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
     with pytest.raises(ImportError, match="cuda-bindings is not installed: "):
-        ops.check_backend("cuda")
+        choice.check_backend("cuda")
 
 
 def test_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        ops.choose_backend("cuda", ops.Served(torch.device("cpu")))
+        choice.choose_backend("cuda", choice.Served(torch.device("cpu")))
 
 
 def test_old_gpu(monkeypatch):
@@ -49,7 +49,7 @@ def test_old_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match=r"compute capability \(8, 0\).*Tesla T4 has \(7, 5\).*backend='triton'"):
-        ops.choose_backend("cuda", ops.Served(torch.device("cuda")))
+        choice.choose_backend("cuda", choice.Served(torch.device("cuda")))
 
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
@@ -59,13 +59,13 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
     with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
-        ops.choose_backend("cuda", ops.Served(device, torch.float32))
+        choice.choose_backend("cuda", choice.Served(device, torch.float32))
     boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
     with pytest.raises(
         ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
     ):
-        ops.choose_backend("cuda", ops.Served(device, torch.float16, LayerSpec(plain, boosted)))
-    assert ops.choose_backend("cuda", ops.Served(device, torch.float16, LayerSpec(boosted, plain))) == "cuda"
+        choice.choose_backend("cuda", choice.Served(device, torch.float16, LayerSpec(plain, boosted)))
+    assert choice.choose_backend("cuda", choice.Served(device, torch.float16, LayerSpec(boosted, plain))) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_default_on_a_gpu(monkeypatch):
     device, spec = torch.device("cuda"), Case().spec
 
     def check(dtype, chosen, reason, spec=spec):
-        assert ops.choose_backend(None, ops.Served(device, dtype, spec)) == chosen
+        assert choice.choose_backend(None, choice.Served(device, dtype, spec)) == chosen
         said = backends.why_not_faster(None, chosen, backends.Served(device, dtype, spec))
         assert said is None if reason is None else reason in said
 
@@ -159,9 +159,9 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
 
 def test_source_is_one_text():
     """With the files of the layer's own formats, each once, and of no others."""
-    spec = ops.storage_spec(get_preset("kivi-4").spec(), "cuda")
-    choice = geometry.choose(spec, 128, 128, torch.float16, rows=4)
-    defines = geometry.attend_defines(spec, 128, 128, torch.float16, choice, False, 0, False, fused=True)
+    spec = choice.storage_spec(get_preset("kivi-4").spec(), "cuda")
+    chosen = geometry.choose(spec, 128, 128, torch.float16, rows=4)
+    defines = geometry.attend_defines(spec, 128, 128, torch.float16, chosen, False, 0, False, fused=True)
     source = nvrtc.text("attend.cu", defines)
     assert "#include" not in source
     for struct in ("AffineKeys", "AffineValues", "AffineEncoder"):

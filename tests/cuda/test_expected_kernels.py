@@ -11,6 +11,7 @@ from emulated import emulated
 from kernel_cases import records_for
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
@@ -35,7 +36,7 @@ class Loaded:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2-hadamard", "fp8", "eigen-2"])
 def test_a_prompt_and_its_steps_take_the_kernels_that_were_expected(preset, masked, monkeypatch):
-    expected, loaded, spec = set(), set(), ops.storage_spec(get_preset(preset).spec(), "cuda")
+    expected, loaded, spec = set(), set(), choice.storage_spec(get_preset(preset).spec(), "cuda")
     monkeypatch.setattr(modules, "ahead", lambda name, macros, device: expected.add((name, macros)))
     store = PagedStore(spec, 2, 2, 128, 128, torch.bfloat16, "cpu", 900, parameters=records_for(spec, (128, 128), 2))
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Boosted, Fp8, fragment, parse_format
-from hf_lowbit_kv.storage.paged_store import LayerSpec
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 
 
 @pytest.mark.parametrize("layout", fragment.LAYOUTS)
@@ -115,11 +115,11 @@ def test_names():
 
 def test_backends_choose_the_layout():
     spec = LayerSpec(parse_format("int4-channel"), parse_format("dense"))
-    kitty = ops.storage_spec(LayerSpec(parse_format("boosted2-r0.125"), parse_format("int2-token")), "cuda")
+    kitty = choice.storage_spec(LayerSpec(parse_format("boosted2-r0.125"), parse_format("int2-token")), "cuda")
     assert [fmt.layout for fmt in kitty.formats] == [*fragment.LAYOUTS]
-    stored = ops.storage_spec(spec, "cuda")
+    stored = choice.storage_spec(spec, "cuda")
     assert stored.key_format.name == "int4-channel@fragment-1"
     assert stored.value_format == spec.value_format
     assert LayerSpec.parse(stored.key) == stored
     for backend in ("torch", "triton"):
-        assert ops.storage_spec(stored, backend) == spec
+        assert choice.storage_spec(stored, backend) == spec

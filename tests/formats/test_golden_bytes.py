@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
@@ -40,7 +40,7 @@ def spec_of(name: str) -> lb.LayerSpec:
 
 def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
     """Of all pages of a layer that a prompt and single tokens were stored in."""
-    spec = ops.storage_spec(spec_of(preset), layout)
+    spec = choice.storage_spec(spec_of(preset), layout)
     asked = spec.parameters(head_dim, head_dim, HEADS)
     given = {
         name: (numbers(shape[1], 64, 3, kind)[0, :, :, : shape[2]] / 4).contiguous() for name, shape, kind in asked
@@ -73,7 +73,7 @@ def cases() -> list[tuple[str, str, int, str]]:
 def fits(preset: str, layout: str, head_dim: int) -> bool:
     """Whether the layout takes heads of that size."""
     try:
-        ops.storage_spec(spec_of(preset), layout).validate(head_dim, head_dim)
+        choice.storage_spec(spec_of(preset), layout).validate(head_dim, head_dim)
     except ValueError:
         return False
     return True

@@ -13,8 +13,9 @@ from ranks import run_ranks
 from sign_format import Sign, registries  # noqa: F401  (a fixture)
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import operations as backend
-from hf_lowbit_kv.storage.paged_store import LayerSpec, read_pages
+from hf_lowbit_kv.backends import choice
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
 
@@ -44,9 +45,9 @@ def test_a_new_format_generates(registered, options):
 
 def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
     pytest.importorskip("triton")
-    served = backend.Served(torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
+    served = choice.Served(torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
     with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
-        backend.choose_backend("triton", served)
+        choice.choose_backend("triton", served)
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------------

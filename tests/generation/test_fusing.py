@@ -602,7 +602,7 @@ def test_compiled_layers_stay_compiled_in_a_recording(monkeypatch, dynamo):
     assert {1, 2} <= set(ran)
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 def test_a_whole_compiled_model_is_recorded_uncompiled(monkeypatch, dynamo):
     model = model_of("llama", torch.float32)
     model.compile(backend="eager")

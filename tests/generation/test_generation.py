@@ -298,7 +298,7 @@ def test_cache_options_are_a_mapping(model):
         lb.generate(model, left_padded(1, 50)[0], "kivi-2", 12, cache_options="x")
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 def test_calls_and_turns_use_the_compiled_step_again(model):
     """With the host's own way to compile on any device: one compilation for calls of any length, and for further turns."""
     torch._dynamo.reset()

@@ -201,7 +201,7 @@ def test_prompt_learning_is_refused(model):
         lb.generate(wrapped, left_padded(1, 9)[0], max_new_tokens=3)
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_recorded_uncompiled(model, graphs, in_place):
     ids, mask = left_padded(2, 60)
@@ -281,11 +281,11 @@ def test_what_decides_which_kernels_run_is_recorded_anew(model, graphs, monkeypa
     finally:
         torch.set_float32_matmul_precision(before)
     assert len(graphs) == 3
-    settings = recording.switches()
+    settings = recording.settings_stamp()
     with determinism.deterministic():
-        assert recording.switches() != settings
+        assert recording.settings_stamp() != settings
     with torch.inference_mode():
-        assert recording.switches() != settings
+        assert recording.settings_stamp() != settings
 
 
 def test_recordings_end_with_the_cache(model, graphs):

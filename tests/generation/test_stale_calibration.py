@@ -18,7 +18,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup, model_description
 from hf_lowbit_kv.generation import kept_caches
-from hf_lowbit_kv.storage import staleness
+from hf_lowbit_kv.storage import content_digests, process_stamps
 
 pytestmark = pytest.mark.host
 
@@ -30,7 +30,7 @@ NAME = "key_transform.factors"
 def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
-    monkeypatch.setattr(staleness, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
+    monkeypatch.setattr(process_stamps, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_outdated_caches_do_not_pile_up(model, source):
 
 def test_what_is_unchanged_is_neither_read_nor_hashed_again(model, source, monkeypatch):
     layer = check(model, 1, **source.options)
-    for module, name in ((calibration_file, "safe_open"), (staleness.hashlib, "blake2b")):
+    for module, name in ((calibration_file, "safe_open"), (content_digests.hashlib, "blake2b")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("is done again"))
     assert check(model, 1, **source.options) is layer
 
@@ -257,12 +257,12 @@ def test_a_file_that_is_replaced_while_it_is_read(model, tmp_path, monkeypatch):
 
 def test_a_file_overwritten_in_place_at_once(model, tmp_path, monkeypatch):
     """Clocks of file systems go in steps: within one, a file may change and look the same."""
-    monkeypatch.setattr(staleness, "CLOCK_STEP", 10**15)
+    monkeypatch.setattr(process_stamps, "CLOCK_STEP", 10**15)
     path, other = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
     calibration_of(model, 1).save(path)
     calibration_of(model, 2).save(other)
-    look = staleness.Stamp.of(path)
-    monkeypatch.setattr(staleness.Stamp, "of", lambda path: look)
+    look = process_stamps.FileStamp.of(path)
+    monkeypatch.setattr(process_stamps.FileStamp, "of", lambda path: look)
     check(model, 1, calibration=path)
     path.write_bytes(other.read_bytes())
     check(model, 2, calibration=path)
@@ -323,7 +323,7 @@ def test_tensors_in_another_dtype_are_converted_once(inference, model, tmp_path,
         assert torch.equal(held(cache), factors(1).half().float())
         layer = cache.packed_layers[0]
         del cache
-        monkeypatch.setattr(staleness.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
+        monkeypatch.setattr(content_digests.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
         assert written(model, calibration=path).packed_layers[0] is layer
 
 
@@ -399,5 +399,5 @@ def test_inference_mode_does_not_hash_again(kind, model, tmp_path, monkeypatch):
     source = SOURCES[kind](model, tmp_path)
     with torch.inference_mode():
         layer = check(model, 1, **source.options)
-        monkeypatch.setattr(staleness.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
+        monkeypatch.setattr(content_digests.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
         assert check(model, 1, **source.options) is layer

@@ -13,7 +13,7 @@ from wrapped_linears import Adapted, Int8Linear
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import latent_attention
-from hf_lowbit_kv.storage.staleness import Seen
+from hf_lowbit_kv.storage.process_stamps import ModuleStamp
 
 pytestmark = pytest.mark.host
 #: PEFT asks for an attribute that the newest transformers deprecates
@@ -79,7 +79,7 @@ def test_recorded_steps_see_quantized_weights_that_changed_in_place(graphs, padd
     lb.release(model)
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 def test_compiled_steps_see_quantized_weights_that_changed_in_place():
     model, theirs = quantized()
     torch._dynamo.reset()
@@ -277,8 +277,8 @@ def test_seen_looks_into_weights():
         "the mode": layer.eval,
     }
     for what, change_it in changes.items():
-        seen = Seen(layer)
+        seen = ModuleStamp(layer)
         assert seen.unchanged(layer), what
         change_it()
         assert not seen.unchanged(layer), what
-    assert not Seen(layer).unchanged(torch.nn.Linear(4, 4))
+    assert not ModuleStamp(layer).unchanged(torch.nn.Linear(4, 4))

@@ -101,7 +101,7 @@ def same(got, want):
     return all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-@pytest.mark.host_if(wanted=lambda p: False)
+@pytest.mark.newest
 def test_two_models_in_two_threads(models, device):
     inputs = prompts(device, 3)
     want = [[ours(model, prompt, step="eager") for prompt in inputs] for model in models]
@@ -131,7 +131,7 @@ def test_one_model_from_four_threads(models, device):
     assert all(same(mine, [each, each]) for mine, each in zip(got, want, strict=True))
 
 
-@pytest.mark.host_if(wanted=lambda p: False)
+@pytest.mark.newest
 def test_an_enabled_model_from_four_threads(models, device):
     """Their calls overlap: each has a cache of its own."""
     model, inputs = models[0], prompts(device, 4)

@@ -84,7 +84,7 @@ def test_ways_of_generating(models, way, options):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.host_if(wanted=lambda p: False)  # compiled once, on the newest
+@pytest.mark.newest  # compiled once, on the newest
 def test_compiled_steps_are_one_graph(models):
     ours, theirs = models
     inputs = prompt()

@@ -13,7 +13,8 @@ from kernel_cases import records_for
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Affine, parse_format
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.reference import read_pages
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.store_forks import fork_stores

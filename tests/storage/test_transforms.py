@@ -12,7 +12,8 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import HEAD_DIMS
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import hadamard, rotated
 

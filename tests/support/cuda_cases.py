@@ -8,7 +8,7 @@ import kernel_checks as kernels
 import torch
 from kernel_cases import Case
 
-from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.triton_kernels import prompt
 
 GPU = torch.cuda.is_available() and not kernels.INTERPRETED
@@ -16,7 +16,7 @@ GPU = torch.cuda.is_available() and not kernels.INTERPRETED
 
 def fragment(case: Case) -> Case:
     """The case with its formats in the layout of the CUDA kernels."""
-    spec = ops.storage_spec(case.spec, "cuda")
+    spec = choice.storage_spec(case.spec, "cuda")
     return dataclasses.replace(case, keys=spec.key_format.name, values=spec.value_format.name)
 
 

@@ -9,7 +9,8 @@ import torch
 from kernel_cases import Case, generator, random_mask, random_step, random_tokens, store_for
 from sequence_operations import KINDS, OTHER_WIDTHS
 
-from hf_lowbit_kv.storage.paged_store import LayerSpec, PagedStore, read_pages
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import PagedStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
 
 LENGTHS = (100, 75)

@@ -11,7 +11,8 @@ from spread import put_spread, spread_queries, spread_scales
 
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerState, LayerStore, PagedStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.transforms import parse_transform
 

@@ -11,7 +11,8 @@ import torch
 from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerSpec, LayerStore, PagedStore
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 

@@ -14,7 +14,7 @@ from cases import FORMATS, left_padded, tiny_models
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
@@ -30,7 +30,7 @@ MODULES = {"triton": entry_points, "cuda": cuda_entry_points}
 
 def stored_for(case: Case, backend: str) -> Case:
     """The case with its pages in the layout of that backend."""
-    spec = ops.storage_spec(case.spec, backend)
+    spec = choice.storage_spec(case.spec, backend)
     return dataclasses.replace(case, keys=spec.key_format.name, values=spec.value_format.name)
 
 
@@ -284,7 +284,7 @@ def test_float32(monkeypatch):
 @pytest.mark.parametrize("tokens", [64, 3000])
 def test_memory(tokens, backend):
     """What is allocated on the way does not grow with the history, and hardly with the rows."""
-    spec = ops.storage_spec(Case(**BASE).spec, backend)
+    spec = choice.storage_spec(Case(**BASE).spec, backend)
     store = PagedStore(spec, 1, 8, 128, 128, torch.bfloat16, "cuda", capacity=200_000)
     for block in store.state.pool:
         block.zero_()

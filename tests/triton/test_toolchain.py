@@ -97,7 +97,7 @@ def test_the_command_that_brings_nvrtc(bindings, cuda, expected, monkeypatch):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Choices are made as on an NVIDIA GPU; what is chosen is computed by the reference."""
-    real = {name: getattr(ops, name) for name in ("choose_backend", "describe_backend")}
+    real = {name: getattr(choice, name) for name in ("choose_backend", "describe_backend")}
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -105,10 +105,10 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(
-        ops, "choose_backend", lambda asked, served: real["choose_backend"](asked, served._replace(device=gpu))
+        choice, "choose_backend", lambda asked, served: real["choose_backend"](asked, served._replace(device=gpu))
     )
     monkeypatch.setattr(
-        ops,
+        choice,
         "describe_backend",
         lambda asked, chosen, served: real["describe_backend"](asked, chosen, served._replace(device=gpu)),
     )

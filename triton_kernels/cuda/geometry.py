@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...formats import fragment
-from ...storage.paged_store import LayerSpec
+from ...storage.layer_spec import LayerSpec
 from ...storage.transforms import Fused, base_order, hadamard
 from . import format_structs
 from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs

@@ -19,7 +19,8 @@ import torch
 
 from ...formats import Dense, Fp8, bricks
 from ...storage import reference
-from ...storage.paged_store import LayerSpec, LayerStore
+from ...storage.layer_spec import LayerSpec
+from ...storage.paged_store import LayerStore
 from ...storage.step import Chunk, Operations
 from .. import prompt
 from ..toolchain import why_no_launcher

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage.paged_store import LayerSpec
+from ...storage.layer_spec import LayerSpec
 from ...storage.transforms import Fused
 from .geometry import Choice, attend_defines, can_store, choose
 from .nvrtc import Module, ahead, load

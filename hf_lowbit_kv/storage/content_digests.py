@@ -1,7 +1,10 @@
-"""A model's fingerprint: plain values that distinguish it from other models, and can be written to a file and compared.
+"""Whether contents are the same, also in another process: what files hold is compared by this.
 
-It includes numbers of every parameter and buffer, not only of the embedding, because a fine-tune may leave the
-embedding unchanged.
+- A **digest** identifies numbers: those of a tensor (`digest`), or a sample of each of many (`Samples`).
+- A **fingerprint** of a model has plain values: its configuration, adapters, and digests of every parameter and buffer,
+  not only of the embedding, because a fine-tune may leave the embedding unchanged.
+
+Whether something has changed since this process looked at it: `process_stamps`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
+
+from .process_stamps import computed_once
 
 #: how many numbers are sampled from each parameter, evenly spread
 SAMPLED = 256
@@ -29,6 +33,17 @@ _VOLATILE |= {"torch_dtype", "dtype", "output_attentions", "output_hidden_states
 _ADAPTERS = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
 
 
+def digest(tensor: torch.Tensor) -> bytes:
+    """16 bytes that identify the tensor's numbers, shape and dtype."""
+
+    def compute() -> bytes:
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        described = repr((tensor.dtype, tuple(tensor.shape))).encode()
+        return hashlib.blake2b(content, digest_size=16, key=hashlib.blake2b(described).digest()).digest()
+
+    return computed_once(tensor, "digest", compute)
+
+
 @torch.no_grad()
 def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
     """The fingerprint of a transformers model: its configuration, dtype, active adapters, and a digest of sampled
@@ -37,10 +52,12 @@ def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: a parameter's numbers are not in memory (offloaded).
     """
+    from transformers import __version__
+
     config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
     modules = list(model.named_modules(remove_duplicate=False))
     return {
-        "transformers": transformers.__version__,
+        "transformers": __version__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": _stripped(config),
         "adapters": adapters_in(_once(modules)),
@@ -48,7 +65,7 @@ def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def digest_of(fingerprint: Mapping[str, Any]) -> str:
+def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:
     """32 hexadecimal digits that identify a fingerprint."""
     return hashlib.blake2b(json.dumps(fingerprint, sort_keys=True).encode(), digest_size=16).hexdigest()
 
