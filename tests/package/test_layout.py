@@ -109,7 +109,7 @@ def test_the_design_shows_the_floors_and_the_files_that_import_transformers_cach
     rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, re.MULTILINE)
     shown = {name.removesuffix(".py"): int(floor) for floor, names in rows for name in re.findall(r"`([^`]+)`", names)}
     assert shown == floors_of(graph())
-    special = page[page.index("## Where special cases of models go") :]
+    special = page[page.index("## Where code for single models goes") :]
     importing = {
         "/".join(module) + ".py"
         for module, path in MODULES.items()
