@@ -339,7 +339,7 @@ class LowBitCache(Cache, PushToHubMixin):
     # ---- files ----------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write the stored tokens to a json and a safetensors file. Files that stand in the folder are replaced once
+        """Write the stored tokens to a json and a safetensors file. Files in the folder are replaced once
         the new files are complete. The GPU is busy only while tensors are copied.
 
         Args:
@@ -454,7 +454,7 @@ class LowBitCache(Cache, PushToHubMixin):
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
         """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
 
-        Full pages are shared, because nobody writes to them. Each fork has its own window and open pages. `nbytes`
+        Full pages are shared, because they are never written to. Each fork has its own window and open pages. `nbytes`
         counts a shared page once: in the oldest living cache that uses it.
 
         Args:

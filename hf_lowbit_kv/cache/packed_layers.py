@@ -28,7 +28,7 @@ def packed_sides(
         )
     if not packed:
         raise ValueError(
-            f"model_type={config.model_type!r} has no layer with full attention alone: there is nothing to pack"
+            f"model_type={config.model_type!r} has no layer with only full attention: there is nothing to pack"
         )
     return {index: special.get(index, DIRECT) for index in packed}
 

@@ -53,7 +53,7 @@ def read_windows(
             all layers. With grids it gets those of packed layers only.
 
     Raises:
-        ValueError: weights are asked for, but a layer stores no keys and values (MLA).
+        ValueError: weights are requested, but a layer stores no keys and values (MLA).
     """
     for number, window in enumerate(windows):
         ids = window[None].to(model.device)

@@ -39,7 +39,7 @@ def empty_caches(
         if not isinstance(layer, (LowBitLayer, *STORES_NOTHING)):
             raise ValueError(
                 f"layer {index} of {type(model).__name__} is not packed (its cache is a {type(layer).__name__}), and a pool of "
-                "rows has packed layers alone; use lb.generate"
+                "rows has only packed layers; use lb.generate"
             )
     config = model.config.get_text_config(decoder=True)
     if config is not model.config:

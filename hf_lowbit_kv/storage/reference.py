@@ -232,7 +232,7 @@ def _unpack(pages: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch
 
 
 def tail_index(store: LayerStore) -> torch.Tensor:
-    """int `[B, tail_size]`: the index of the newest token that stands, or stood, in each slot of the ring. An index
+    """int `[B, tail_size]`: the index of the newest token that is, or was, in each slot of the ring. An index
     below a row's `paged` means that the token is no longer in the tail."""
     spec = store.spec
     newest = store.state.length[:, :1] - spec.sink - 1
@@ -327,7 +327,7 @@ def plain_attention(
 
 
 def unpack_into_tail(store: LayerStore) -> None:
-    """Called after `length` was lowered. If a row now ends inside packed pages, drop the pages behind its end, and read
+    """Called after `length` was lowered. If a row now ends inside packed pages, drop the pages past its end, and read
     the tokens of its last, now partial page back into the tail."""
     state, spec = store.state, store.spec
     size = spec.page_size

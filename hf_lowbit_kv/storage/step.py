@@ -17,7 +17,7 @@ class Chunk(NamedTuple):
     """
 
     q: torch.Tensor | None
-    """`[B, Hq, n, head_dim]`, of the last n of the chunk's S tokens; `None`: the tokens are stored alone"""
+    """`[B, Hq, n, head_dim]`, of the last n of the chunk's S tokens; `None`: the tokens are only stored"""
     k: torch.Tensor
     """`[B, H, S, head_dim]`"""
     v: torch.Tensor
@@ -102,7 +102,7 @@ class Operations(ABC):
     @abstractmethod
     def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored tokens in order, unpacked but still transformed: keys and values `[B, H, max_length, D]` in the
-        model's dtype, with zeros behind a row's end. Used by other attention implementations, and by tests."""
+        model's dtype, with zeros past a row's end. Used by other attention implementations, and by tests."""
 
     def expect_steps(self, chunk: Chunk, store: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
         """This prompt is about to be stored, and steps of one token may follow. Their kernels can be compiled meanwhile.

@@ -17,7 +17,7 @@ from tiny_architectures import names
 from tiny_vision import ARCHITECTURES
 
 TEXT = PAGE.read_text(encoding="utf-8")
-VERSION = re.search(r"architectures of transformers ([\d.]+) are served", TEXT)[1]
+VERSION = re.search(r"architectures of transformers ([\d.]+) are supported", TEXT)[1]
 
 
 def rows_of(heading: str) -> dict[str, list[str]]:
@@ -31,7 +31,7 @@ def rows_of(heading: str) -> dict[str, list[str]]:
     return dict(rows)
 
 
-SERVED, WITH_IMAGES, REFUSED = (rows_of(heading) for heading in ("Served", "Text and images", "Refused"))
+SERVED, WITH_IMAGES, REFUSED = (rows_of(heading) for heading in ("Supported", "Text and images", "Not supported"))
 UNTRIED = set(re.findall(r"`([\w.-]+)`", TEXT.split("\n## Not tried\n")[1].split("`python")[0]))
 #: architectures that must be served, whatever else changes
 # fmt: off

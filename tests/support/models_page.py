@@ -54,18 +54,18 @@ KINDS = ("token_type_ids", "mm_token_type_ids")
 SMALL: dict[str, Any] = {"page_size": 32, "residual": 32, "backend": "torch"}
 
 
-PAGE_TEXT = """# Which models are served
+PAGE_TEXT = """# Supported models
 
-{served} of the {tried} decoder architectures of transformers {version} are served.
+{served} of the {tried} decoder architectures of transformers {version} are supported.
 Search this page for the `model_type` of your model: `model.config.model_type`, or the field in its `config.json`.
 
-## Served
+## Supported
 
 | column | meaning |
 |---|---|
 | packed | how many layers store packed tokens. Sliding, linear and recurrent layers keep transformers' own cache |
 | fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
-| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) can serve the layers |
+| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) support the layers |
 
 {generation}
 
@@ -92,7 +92,7 @@ length there is no difference. A text that passes it:
 | `lb.Chat` | reads the whole conversation again in that turn; with `dynamic`, in every later turn too |
 | `PrefixStore` | shares prefixes on the same side of that length; with `dynamic`, only below it |
 | `cache.fork()` | a fork that would pass it raises an error: `reset()` it |
-| `lb.generate_many`, the server | refuse a request that may pass it |
+| `lb.generate_many`, the server | reject a request that may pass it |
 | your own `prefill_chunk_size`, a further turn with `cache=` | as with transformers' cache, with a warning: another answer |
 
 Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text grows beyond
@@ -100,9 +100,9 @@ Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text 
 enabled models keep the low-bit cache: the step that passes the length reads the whole text again, once. A plain
 `model.generate(past_key_values=cache)` loses the cache there, so making one warns.
 
-## Refused
+## Not supported
 
-These models raise an error that says why, when their cache is made or in their first forward pass.
+These models raise an error with the reason, when their cache is made or in their first forward pass.
 
 {refused_table}
 ## Not tried
@@ -111,7 +111,7 @@ No small model of these could be made, or transformers' own cache does not run i
 {untried}.
 `python tests/support/models_page.py --only NAME` prints the reason.
 
-## How this was tested
+## How these models are tested
 
 `python tests/support/models_page.py` wrote this page. It makes a small model of each architecture, with
 random weights and the real order of kinds of layers. Two rows, one of them padded, are read by `model.generate`, with all
@@ -123,7 +123,7 @@ to {tolerance:g} of their standard deviation. Vision-language models get their i
 REASONS = (
     ("does not use transformers' attention interface", "the model does not use transformers' attention interface"),
     (
-        "has no layer with full attention alone",
+        "has no layer with only full attention",
         "no layer has full attention and nothing else, so there is nothing to pack",
     ),
     ("is sparse attention", "sparse attention: an indexer chooses the tokens to attend to"),
