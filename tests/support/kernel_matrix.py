@@ -101,7 +101,7 @@ SMALL_STORES = [
     (Case(keys="int5-channel-g32", values="int6-channel", heads=1, head_dim=80, lengths=(5,)), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
     (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [60, *[0] * 9]),
-    (Case(heads=1, keys="boosted2-r0.25", values="int4-token", head_dim=512, padded=True), [60, 0]),
+    (Case(heads=1, keys="boosted2-r0.25", values="int4-token", head_dim=512, lengths=(5,)), [70, 0]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
     (
         Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32),
