@@ -127,16 +127,18 @@ def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) ->
 
 
 def first_positions(model: Any, count: int, length: int, seed: int) -> list[int]:
-    """The position of the first token of each of `count` windows of `length` tokens: one at random in each of as many
-    equal parts of the positions that the model is made for, in random order. RoPE turns keys with their position, and
-    biases of keys with them. So keys of a text's first tokens do not show what the keys of a long text look like. The
-    model's own predictions stay, because they depend only on distances. 0 where the model takes no `position_ids`."""
+    """The position of the first token of each of `count` windows of `length` tokens. Every second window begins at
+    position 0, because every text has early positions. Of the others one begins at random in each of as many equal parts
+    of the positions that the model is made for, in random order. RoPE turns keys with their position, and biases of keys
+    with them. So keys of a text's first tokens do not show what the keys of a long text look like. The model's own
+    predictions stay, because they depend only on distances. All are 0 where the model takes no `position_ids`."""
     room = (longest_text(unwrap(model).config) or length) - length
     if room <= 0 or "position_ids" not in inspect.signature(unwrap(model).forward).parameters:
         return [0] * count
-    generator = torch.Generator().manual_seed(seed)
-    parts = torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)
-    return (parts / count * (room + 1)).long().clamp(max=room).tolist()
+    generator, far = torch.Generator().manual_seed(seed), count // 2
+    parts = torch.randperm(far, generator=generator) + torch.rand(far, generator=generator)
+    later = (parts / max(far, 1) * (room + 1)).long().clamp(max=room).tolist()
+    return [later[number // 2] if number % 2 else 0 for number in range(count)]
 
 
 def positions(first: int, tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
