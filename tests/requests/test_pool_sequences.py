@@ -20,7 +20,7 @@ FAST, ALL = 120, 5000
 
 def explore(kind: str, count: int) -> int:
     """Run sequences that TEST_SEED and the kind decide. How many rows began with a shared prefix."""
-    ran = hits = 0
+    ran = hits = attached = 0
 
     @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} pool {kind}".encode()))
     @hypothesis.settings(
@@ -28,15 +28,17 @@ def explore(kind: str, count: int) -> int:
     )
     @hypothesis.given(sequences())
     def holds(sequence):
-        nonlocal ran, hits
+        nonlocal ran, hits, attached
         ran += 1
         machine = Machine(kind)
         machine.run(sequence)
         hits += machine.hits
+        attached += machine.attached
 
     holds()
-    print(f"{ran} sequences of {kind}, {hits} rows with a prefix")
+    print(f"{ran} sequences of {kind}, {hits} rows with a prefix, {attached} with a kept text or a cache")
     assert ran >= count
+    assert attached > 0
     return hits
 
 
