@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
 from chat_cases import tokenizer_of
+from fake_graph import in_place_of_graphs
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.prompts import kept_prompt, prompt_folder
@@ -135,6 +136,21 @@ def test_texts_of_a_store_come_and_go_while_rows_run(models):
         results = many(ours, requests, prefixes=store, max_rows=2, share_prefixes=share)
         assert answers(results) == expected
         assert all(result.cached_tokens >= 96 for result in results)
+
+
+def test_recorded_steps_stay_valid_when_texts_come_and_go(model, monkeypatch):
+    """Between two results, when recordings are checked, blocks are attached and others are gone. Answers are compared on a GPU,
+    whose kernels find pages by tables: the stand-in of graphs keeps the blocks of the step that it recorded."""
+    store = lb.PrefixStore("1GB")
+    begins = [text(150 + 30 * number, number) for number in range(4)]
+    many(model, begins, prefixes=store)
+    questions = [torch.cat([begins[number % 4], text(9, 20 + number)]) for number in range(8)]
+    graphs = in_place_of_graphs(monkeypatch)
+    options = {"prefixes": store, "max_rows": 2, "as_completed": True, "share_prefixes": False}
+    results = list(many(model, questions, **options))
+    assert all(result.cached_tokens >= 96 for result in results)
+    assert 0 < len(graphs) <= 2, "one for each padded number of rows"
+    assert sum(graph.replays for graph in graphs) > 20
 
 
 @pytest.mark.parametrize("limit", ["1GB", 1])
