@@ -175,7 +175,15 @@ class SlotMemory:
             self.states[index].pool.append(block)  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
-        """Forget the attached block `place`. Pages of the blocks after it have lower numbers now."""
+        """Forget the attached block `place`. Pages of the blocks after it have lower numbers now: tables no longer name any
+        page of a block, not even those of empty slots, and must be written again."""
+        for (kind, device), table in self.tables.items():
+            if kind == paging:
+                named = table >= self.states[self.layers_of(paging)[0]].pool[0].shape[0]
+                table.masked_fill_(named, 0)
+                for group in self._groups_of(paging):
+                    if group.pages.device == device:
+                        group.addresses.masked_fill_(named, 0)
         for group in self._groups_of(paging):
             before = [len(block) for block in self.states[group.layers[0]].pool[: place + 2]]
             first, end = sum(before[:-1]), sum(before)

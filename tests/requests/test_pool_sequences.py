@@ -70,6 +70,11 @@ def test_as_many_beginnings_are_kept_as_there_is_room_for(most):
 
 #: what random sequences seldom come to
 KEPT = {
+    "a kept text is gone, and an empty slot's table has named its pages": [
+        Operation("enter", 0, 40), Operation("enter", 0, 136), Operation("enter", 0, 168), Operation("end", 0, 1),
+        Operation("kept text", 0, 4), Operation("chunk", 0, 64), Operation("end", 2, 1), Operation("make room", 0, 1),
+        Operation("step", 0, 1),
+    ],
     "a prefix is used, dropped and its row goes on": [
         Operation("enter", 1, 110), Operation("chunk", 1, 110), Operation("keep", 0, 1), Operation("end", 0, 1),
         Operation("enter", 1, 110), Operation("make room", 0, 4), Operation("chunk", 1, 100), Operation("step", 1, 3),
