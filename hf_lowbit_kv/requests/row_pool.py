@@ -14,7 +14,7 @@ row or a prefix holds one of their pages: rows read them where they lie, and nob
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -165,6 +165,23 @@ class RowPool:
         if prefix is not None:
             self.adopt(row, prefix)
         return row
+
+    def admit(
+        self, limit: int, find: Callable[[], Prefix | None], make_room: Callable[[int], object] | None = None
+    ) -> Row | None:
+        """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
+
+        Args:
+            find: the longest known prefix with which it may begin. make_room: releases kept pages until this many are free.
+        """
+        missing = self.missing(limit, self.shared_by(prefix := find()))
+        if missing > 0 and make_room is not None:
+            make_room(missing)
+            missing = self.missing(limit, self.shared_by(prefix := find()))  # some of its pages may be gone
+        if missing <= 0:
+            return self.enter(limit, prefix)
+        self.detach()
+        return None
 
     def adopt(self, row: Row, prefix: Prefix) -> None:
         """Let an empty row begin with a prefix, whose full pages it shares."""

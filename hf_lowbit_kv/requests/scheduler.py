@@ -261,16 +261,9 @@ class Scheduler:
         fork."""
         request, row = waiting.request, None
         try:
-            prefix = self._known(request)
-            missing = self.pool.missing(request.limit, self.pool.shared_by(prefix))
-            if missing > 0 and self.prefixes is not None:
-                self.prefixes.make_room(missing)
-                prefix = self._known(request)  # some of its pages may be gone
-                missing = self.pool.missing(request.limit, self.pool.shared_by(prefix))
-            if missing > 0:
-                self.pool.detach()
+            make_room = None if self.prefixes is None else self.prefixes.make_room
+            if (row := self.pool.admit(request.limit, lambda: self._known(request), make_room)) is None:
                 return False
-            row = self.pool.enter(request.limit, prefix)
             sequence = self._sequence(waiting, waiting.numbers.pop(0), row)
             sequence.looked_at = self._news
         except Exception as error:  # of a processor that cannot be made, or of a cache that cannot go on
