@@ -6,12 +6,15 @@ Files of caches and the prefix store are built on this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ..storage.content_digests import digest
 from ..storage.layer_spec import LayerSpec
+from ..storage.shared_pages import Holding
 from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
 from .filled_by import FilledBy, look_at
 from .low_bit_layer import LowBitLayer
@@ -53,19 +56,55 @@ class CacheContents(NamedTuple):
     """read length of the first tokens, and whether that of others does not agree, see `length_rope.ReadLengths`"""
 
 
-def take_layer(layer: LowBitLayer) -> LayerContents:
-    """Copy the contents of a packed layer."""
+def whole_pages(kept: Iterable[tuple[LayerSpec, int]], match: int) -> int:
+    """How many tokens of a match with a kept text can be restored from pages only: whole pages, `residual` tokens before
+    the end of the match. 0 if the layers' pages do not end at the same tokens.
+
+    Args:
+        kept: of each packed layer its spec, and how many tokens of the text are in pages.
+    """
+    specs, paged = zip(*kept, strict=True)
+    if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
+        return 0
+    sink, size = specs[0].sink, specs[0].page_size
+    count = min(match - sink - max(spec.residual for spec in specs), *paged) // size * size
+    return sink + count if count > 0 else 0
+
+
+def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
+    """Length of the common prefix of two texts, ids `[n]` on the CPU."""
+    count = min(len(one), len(other))
+    differ = np.flatnonzero(one.numpy()[:count] != other.numpy()[:count])  # NumPy: see `prefix_reading._rows`
+    return int(differ[0]) if len(differ) else count
+
+
+def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What each packed layer stores, without the layout of pages: its spec, and digests of its calibration."""
+    return [
+        (
+            layer.spec.with_layouts("planar-1", "planar-1").key,
+            [(name, digest(x).hex()) for name, x in sorted(layer.parameters.items())],
+        )
+        for layer in cache.packed_layers
+    ]
+
+
+def take_layer(layer: LowBitLayer, holding: Holding | None = None) -> LayerContents:
+    """Copy the contents of a packed layer. holding: see `take_tokens`."""
     store = layer.store
     assert store is not None
     padding = [(int(start), mask) for start, mask in layer._padding._noted]
     sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
     counts = layer.length.ask(), layer._in_tail, layer._mode or "packed"
-    return LayerContents(store.spec, take_tokens(store), *sizes, *counts, padding)
+    return LayerContents(store.spec, take_tokens(store, holding=holding), *sizes, *counts, padding)
 
 
 @torch.inference_mode(False)
-def take(cache: Any) -> CacheContents:
+def take(cache: Any, holding: Holding | None = None) -> CacheContents:
     """Copy the contents of a cache. Waits for the device.
+
+    Args:
+        holding: see `take_tokens`.
 
     Raises:
         OverrunError: tokens are lost. RuntimeError: the last forward pass was interrupted.
@@ -81,7 +120,7 @@ def take(cache: Any) -> CacheContents:
                 states={name: x.clone() for name, x in contents.states.items()},
             )
         elif layer.store is not None and layer.length.ask():
-            packed[index] = take_layer(layer)
+            packed[index] = take_layer(layer, holding)
     positions = None if cache.positions.values is None else dict(cache.positions.values)
     read = None
     if packed and (lengths := cache.read_lengths) is not None:

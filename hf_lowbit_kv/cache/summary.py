@@ -145,27 +145,36 @@ class Summary(str):
 
 def of(cache: LowBitCache) -> Summary:
     """The table of a cache."""
-    summary = Summary(as_text(cache))
-    summary._html = as_html(cache)
+    return table(_title(cache), rows(cache))
+
+
+def table(title: str, rows: dict[str, str]) -> Summary:
+    """A table of labels and texts."""
+    summary = Summary(_as_text(title, rows))
+    summary._html = _as_html(title, rows)
     return summary
 
 
-def as_text(cache: LowBitCache) -> str:
+def as_html(cache: LowBitCache) -> str:
+    return of(cache)._html
+
+
+def _as_text(title: str, rows: dict[str, str]) -> str:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(_title(cache)), show_header=False)
-    for row in rows(cache).items():
+    table = Table(title=escape(title), show_header=False)
+    for row in rows.items():
         table.add_row(*map(escape, row))
     out = io.StringIO()
     Console(file=out, width=100, force_jupyter=False, color_system=None).print(table)
     return out.getvalue()
 
 
-def as_html(cache: LowBitCache) -> str:
+def _as_html(title: str, rows: dict[str, str]) -> str:
     lines = "".join(
         f"<tr><th style='text-align: left'>{html.escape(label)}</th><td style='text-align: left'>{html.escape(text)}</td></tr>"
-        for label, text in rows(cache).items()
+        for label, text in rows.items()
     )
-    return f"<table><caption>{html.escape(_title(cache))}</caption>{lines}</table>"
+    return f"<table><caption>{html.escape(title)}</caption>{lines}</table>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,6 +38,15 @@ def serve(
     share_prefixes: Annotated[
         bool, typer.Option(help="Whether prompts that begin alike share packed pages. A client can measure that.")
     ] = True,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of kept prompts, which PrefixStore.save wrote: requests that begin with one read only the rest.",
+            show_default="none",
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Id of the model.", show_default="its hub name, or its folder's last part")
     ] = None,
@@ -58,6 +68,7 @@ def serve(
     """
     need("serve", "accelerate", "fastapi", "uvicorn", "openai")
     get_preset(preset)
+    from ..prompts.prefix_store import PrefixStore
     from ..requests.memory_budget import memory_in_bytes
     from ..requests.paged_calls import check_version
 
@@ -69,6 +80,7 @@ def serve(
         raise ValueError("--api-key '' is not allowed; leave it out for a server that asks for no key")
     size = memory_in_bytes(memory)
     options = parse_overrides(overrides, calibration)
+    prefixes = None if prompts is None else PrefixStore(folder=prompts)
 
     from ..requests.server.openai_server import serve as run
 
@@ -85,6 +97,7 @@ def serve(
         max_waiting=max_waiting,
         chunk_size=prefill_chunk_size,
         share_prefixes=share_prefixes,
+        prefixes=prefixes,
         served_model_name=served_model_name,
         api_key=api_key,
         allow_origins=allow_origin or (),

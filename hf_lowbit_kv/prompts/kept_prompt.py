@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..cache.cache_contents import CacheContents, LayerContents
+from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, whole_pages
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.model_positions import Values, joined_positions
 from ..cache.own_layer_contents import OwnContents, contents_of
 from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import read_pages
 from ..storage.shared_pages import Holding
 from ..storage.stored_tokens import Pair, StoredTokens, take_tokens
 
@@ -96,34 +96,44 @@ class KeptPrompt:
         return common_prefix(self.ids, ids)
 
 
-def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Length of the common prefix of two texts, ids `[n]` on the CPU."""
-    count = min(len(one), len(other))
-    differ = np.flatnonzero(one.numpy()[:count] != other.numpy()[:count])  # NumPy: see `prefix_reading._rows`
-    return int(differ[0]) if len(differ) else count
-
-
 def usable(prompt: KeptPrompt, match: int) -> int:
-    """How many tokens of a match can be restored from pages only: whole pages, `residual` tokens before the end of the
-    match. 0 if the layers' pages do not end at the same tokens, or if transformers' own layers need the exact end."""
-    specs = [layer.spec for layer in prompt.layers.values()]
-    if prompt.own_layers or len({(spec.sink, spec.page_size) for spec in specs}) != 1:
+    """How many tokens of a match can be restored from pages only. 0 if transformers' own layers need the exact end."""
+    if prompt.own_layers:
         return 0
-    sink, size = specs[0].sink, specs[0].page_size
-    stored = min(layer.paged for layer in prompt.layers.values())
-    behind = min(match - sink - max(spec.residual for spec in specs), stored) // size * size
-    return sink + behind if behind > 0 else 0
+    return whole_pages(((layer.spec, layer.paged) for layer in prompt.layers.values()), match)
 
 
-def pages_in_common(prompt: KeptPrompt, match: int, cache: Any, row: int) -> int:
-    """Number of full pages that a stored text and a cache's row share, if they share `match` tokens. 0 if layers
-    differ."""
+def pages_in_common(prompt: KeptPrompt, match: int, paged: Sequence[int]) -> int:
+    """Number of full pages that a kept text and a row may share, if they share `match` tokens. 0 if layers differ.
+
+    Args:
+        paged: by packed layer, tokens of the row in pages.
+    """
     specs = [layer.spec for layer in prompt.layers.values()]
     if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
         return 0
     sink, size = specs[0].sink, specs[0].page_size
-    paged = [int(layer.store.state.paged[row, 0]) for layer in cache.packed_layers]
     return max(min(match - sink, *paged, *(layer.paged for layer in prompt.layers.values())), 0) // size
+
+
+@torch.no_grad()
+def equal_pages(prompt: KeptPrompt, cache: Any, row: int, count: int) -> int:
+    """How many of the first `count` pages of a kept text and of a cache's row have the same bytes in all layers. Texts that
+    were cut into other chunks have other bytes. Waits for the device."""
+    stores = {index: cache.layers[index].store for index in prompt.layers}
+    if not count or any(store.spec != prompt.layers[index].spec for index, store in stores.items()):
+        return 0
+    index, store = next(iter(stores.items()))
+    kept = [(segment.pages[index], pages) for segment, pages in prompt.segments]
+    at = torch.cat([block.data_ptr() + torch.arange(pages) * block.stride(0) for block, pages in kept])[:count]
+    same = store.state.page_address[row, :count].cpu() + store.state.pool[0].data_ptr() == at
+    first = int(same.long().cumprod(0).sum())  # the row reads these where they lie
+    equal = torch.ones(count - first, dtype=torch.bool, device=store.device)
+    for index, store in stores.items() if first < count else ():
+        of_row = read_pages(store.state.pool, store.state.page_table[row, first:count])
+        of_text = torch.cat([segment.pages[index][:pages] for segment, pages in prompt.segments])[first:count]
+        equal &= (of_row == of_text).flatten(1).all(1).to(equal.device)
+    return first + int(equal.long().cumprod(0).sum())
 
 
 @torch.no_grad()
@@ -158,8 +168,8 @@ def take_prompt(
     return KeptPrompt(seed, ids, segments, layers, own_layers, header, cache.positions.of_rows([row]))
 
 
-def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None) -> CacheContents:
-    """The contents for a cache with these rows: `tokens` tokens of each, from pages only; or (`None`) all tokens."""
+def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> CacheContents:
+    """The contents for a cache with these rows: the first `tokens` tokens of each, see `StoredTokens.first`; `None`: all."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
     own_layers = {index: _joined([prompt.own_layers[index] for prompt in prompts]) for index in prompts[0].own_layers}
     return CacheContents(layers, own_layers, None, joined_positions([prompt.positions for prompt in prompts]))
@@ -167,13 +177,12 @@ def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None) -> CacheCont
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
     parts = [prompt.layers[index] for prompt in prompts]
-    spec, (heads, widths, dtype) = parts[0].spec, parts[0].sizes
-    paged = [part.paged if tokens is None else tokens - spec.sink for part in parts]
+    spec, sizes = parts[0].spec, parts[0].sizes
     blocks: list[torch.Tensor] = []
     first: dict[int, int] = {}
     rows = []
-    for prompt, count in zip(prompts, paged, strict=True):
-        left, ids = -(-count // spec.page_size), []
+    for prompt, part in zip(prompts, parts, strict=True):
+        left, ids = -(-part.paged // spec.page_size), []
         for segment, pages in prompt.segments:
             block = segment.pages[index]
             if id(block) not in first:
@@ -186,11 +195,13 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for row, ids_of_row in enumerate(rows):
         table[row, : len(ids_of_row)] = ids_of_row
-    tails = [part.tail if tokens is None else (part.tail[0][:, :0], part.tail[1][:, :0]) for part in parts]
-    stored = StoredTokens(blocks, table, paged, [part.sink for part in parts], tails)
-    in_tail = min(tail[0].shape[1] for tail in tails)
-    seen = max(stored.lengths)
-    return LayerContents(spec, stored, heads, widths, dtype, seen, min(in_tail, spec.residual), "packed", [])
+    stored = StoredTokens(
+        blocks, table, [part.paged for part in parts], [part.sink for part in parts], [part.tail for part in parts]
+    )
+    if tokens is not None:
+        stored = stored.first(tokens, spec)
+    in_tail = min(tail[0].shape[1] for tail in stored.tails)
+    return LayerContents(spec, stored, *sizes, max(stored.lengths), min(in_tail, spec.residual), "packed", [])
 
 
 def _joined(rows: Sequence[OwnContents]) -> OwnContents:

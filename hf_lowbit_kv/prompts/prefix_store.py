@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,20 +11,33 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..cache import cache_contents, saved_cache
+from ..cache.cache_contents import CacheContents
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
-from ..storage.content_digests import digest, fingerprint_digest, fingerprint_of
-from .kept_prompt import KeptPrompt, Segment, contents_for, pages_in_common, take_prompt, usable
+from ..cache.summary import Summary, table
+from ..storage.content_digests import fingerprint_digest, fingerprint_of
+from .kept_prompt import KeptPrompt, Segment, contents_for, equal_pages, pages_in_common, take_prompt, usable
 from .prompt_folder import PromptFolder
 
 
 class Match(NamedTuple):
-    """The tokens that `restore` has put into a cache."""
+    """A stored text that begins like another one."""
 
     tokens: int
     """tokens of every row that need not be read"""
     common: int
     """tokens that the text has in common with a stored one: more than `tokens` where only exact ends can be used"""
+    contents: CacheContents | None = None
+    """those tokens, in the store's pages"""
+
+
+class Key(NamedTuple):
+    """What two texts must agree in, besides their tokens."""
+
+    digest: str
+    """of the model with its present weights and adapters, what a cache stores, its calibration, and rotary embeddings"""
+    header: dict[str, Any]
+    """what a file says of model and cache"""
 
 
 class PrefixStore:
@@ -69,7 +81,7 @@ class PrefixStore:
         self._folder = None if folder is None else PromptFolder(Path(folder), limit)
         self._prompts: list[KeptPrompt] = []  # the most recently used text comes last
         self._lock = threading.RLock()
-        self.hits = self.misses = self.tokens_saved = 0
+        self.hits = self.misses = self.tokens_saved = self.removed = 0
 
     # ---- contents -------------------------------------------------------------------------------------------------
 
@@ -91,6 +103,48 @@ class PrefixStore:
             if self._folder is not None:
                 self._folder.clear()
 
+    def load(self, cache: LowBitCache) -> int:
+        """Read texts of the folder that suit this cache, before they are asked for: as many as there is room for. Returns
+        how many suitable texts are on the device then."""
+        with self._lock:
+            seed, device = self.key_of(cache, 0).digest, cache.model.get("looked up").device
+            loaded = {prompt.ids.numpy().tobytes() for prompt in self._prompts if prompt.seed == seed}
+            if (folder := self._folder) is not None:
+                for ids in folder.texts(seed):
+                    if ids.numpy().tobytes() in loaded or (prompt := folder.load(seed, ids, device)) is None:
+                        continue
+                    self._prompts.insert(0, prompt)  # the next one is older
+                    if self.nbytes > self.max_bytes:
+                        self._prompts.remove(prompt)
+                        break
+            return sum(prompt.seed == seed for prompt in self._prompts)
+
+    def save(self) -> None:
+        """Write all texts to the folder. They stay on the device too.
+
+        Raises:
+            ValueError: the store has no folder. OSError: the files cannot be written.
+        """
+        if self._folder is None:
+            raise ValueError("folder=None: the store has no folder to save its texts in")
+        with self._lock:
+            for prompt in self._prompts:
+                self._folder.save(prompt)
+
+    def summary(self) -> Summary:
+        """A table of texts, bytes and counters, as a string that notebooks show in HTML."""
+        with self._lock:
+            asked = self.hits + self.misses
+            folder = "none" if self._folder is None else f"{len(self._folder)} texts in {str(self._folder.path)!r}"
+            rows = {
+                "texts": f"{len(self)}, {sum(len(prompt.ids) for prompt in self._prompts)} tokens",
+                "bytes": f"{self.nbytes} of {self.max_bytes}, shared pages counted once",
+                "folder": folder,
+                "hits": f"{self.hits} of {asked} lookups, {self.tokens_saved} tokens not read again",
+                "removed": f"{self.removed} texts, because memory was short",
+            }
+            return table("PrefixStore", rows)
+
     def __repr__(self) -> str:
         folder = "" if self._folder is None else f", {len(self._folder)} in {str(self._folder.path)!r}"
         used = f"{self.nbytes} of {self.max_bytes} bytes"
@@ -107,100 +161,109 @@ class PrefixStore:
         Args:
             rows: ids int64 `[n]` on the CPU, without padding.
         """
-        model = cache.model.get("looked up")
+        with self._lock:
+            match = self.find(cache, rows)
+            if match.contents is not None:
+                cache_contents.put(cache, match.contents, cache.model.get("looked up"), shared=True)
+                if cache.read_lengths is not None:
+                    cache.read_lengths.restored(max(map(len, rows)))
+            return match._replace(contents=None)
+
+    @torch.no_grad()
+    def find(self, cache: LowBitCache, rows: list[torch.Tensor], key: Key | None = None, known: int = 0) -> Match:
+        """The longest stored prefix of these texts, as for `restore`.
+
+        Args:
+            cache: one of the same kind. key: its key, if nothing has changed since.
+            known: tokens that need not be read without the store: shorter prefixes are not worth it.
+        """
         with self._lock:
             longest = max(map(len, rows))
-            if (rope := length_rope(model)) is not None and not rope.settled(longest):
-                return self._missed(0)
-            seed = self._seed(cache, model, longest)
-            best = [self._best(seed, ids, cache, model) for ids in rows]
+            if (rope := length_rope(cache.model.get("looked up"))) is not None and not rope.settled(longest):
+                return self._missed(0, known)
+            digest = (key or self.key_of(cache, longest)).digest
+            best = [self._best(digest, ids, cache.model.get("looked up"), known) for ids in rows]
             prompts = [prompt for prompt, _ in best if prompt is not None]
             common = min(match for _, match in best)
             if len(prompts) < len(rows):
-                return self._missed(common)
+                return self._missed(common, known)
             ends = {len(prompt.ids) for prompt in prompts}
             matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
-            whole = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
-            if whole and any(prompt.own_layers for prompt in prompts):
-                whole = min(matches) == max(ends)
-            inside = min(usable(prompt, match) for prompt, match in zip(prompts, matches, strict=True))
-            if not whole and not inside:
-                return self._missed(common)
-            contents = contents_for(prompts, None if whole else inside)
-            cache_contents.put(cache, contents, model, shared=True)
-            tokens = min(matches) if whole else inside
-            if whole and (beyond := max(ends) - tokens) > 0:
-                cache.crop(-beyond)
-            if cache.read_lengths is not None:
-                cache.read_lengths.restored(longest)
+            exact = len(ends) == 1 and min(matches) == max(ends)
+            inside = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
+            whole = exact or (inside and not any(prompt.own_layers for prompt in prompts))
+            tokens = min(matches if whole else map(usable, prompts, matches))
+            if tokens <= known:
+                return self._missed(common, known)
             for prompt in prompts:
                 self._touch(prompt)
             self.hits += 1
             self.tokens_saved += tokens * len(rows)
-            return Match(tokens, common)
+            return Match(tokens, common, contents_for(prompts, tokens))
 
-    def _missed(self, common: int) -> Match:
-        self.misses += 1
+    def _missed(self, common: int, known: int = 0) -> Match:
+        self.misses += not known
         return Match(0, common)
 
     @torch.no_grad()
-    def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
+    def add(self, cache: LowBitCache, rows: list[torch.Tensor], key: Key | None = None) -> None:
         """Keep the contents of a cache.
 
         Args:
             rows: ids int64 `[n]` of each row, on the CPU, without padding. A row is left out if the cache holds another
                 number of its tokens.
+            key: as for `find`.
         """
-        first = cache.packed_layers[0]
-        if first.store is None:
+        layers = cache.packed_layers
+        if layers[0].store is None:
             return
-        model = cache.model.get("kept")
-        lengths = first.store.state.length[:, 0].tolist()
+        lengths = layers[0].store.state.length[:, 0].tolist()
         with self._lock:
             read = None if cache.read_lengths is None else cache.read_lengths.whole(cache)
             if cache.read_lengths is not None and (read is None or not cache.read_lengths.rope.settled(read)):
                 return  # no text that is read whole has these keys
-            seed, header = self._seed(cache, model, read or 0), saved_cache.header_of(cache, self._fingerprint)
+            key = key or self.key_of(cache, read or 0)
             for row, ids in enumerate(rows):
                 if len(ids) == lengths[row] and len(ids) > 0:
-                    self._add(cache, row, ids.clone(), seed, header)
+                    self._add(cache, row, ids.clone(), key)
             self._make_room()
 
-    def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, seed: str, header: dict[str, Any]) -> None:
-        shared: list[tuple[Segment, int]] = []
-        most = 0
-        for prompt in [x for x in self._prompts if x.seed == seed]:
+    def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, key: Key) -> None:
+        alike: KeptPrompt | None = None
+        continued = list[KeptPrompt]()
+        most, paged = 0, list[int]()
+        for prompt in [x for x in self._prompts if x.seed == key.digest]:
             match = prompt.matches(ids)
             if match == len(ids) and (match == len(prompt.ids) or not prompt.own_layers):
                 self._touch(prompt)
                 return  # it is stored already, or part of a stored text
-            pages = pages_in_common(prompt, match, cache, row)
-            if pages > most:
-                most, shared = pages, _first_pages(prompt.segments, pages)
+            paged = paged or [int(x.store.state.paged[row, 0]) for x in cache.packed_layers if x.store is not None]
+            if (pages := pages_in_common(prompt, match, paged)) > most:
+                most, alike = pages, prompt
             if match == len(prompt.ids) and not prompt.own_layers:
                 self._prompts.remove(prompt)  # the new text continues it
-        self._prompts.append(take_prompt(cache, row, ids, seed, header, shared))
+                continued.append(prompt)
+        shared = [] if alike is None else _first_pages(alike.segments, equal_pages(alike, cache, row, most))
+        self._prompts.append(take_prompt(cache, row, ids, key.digest, key.header, shared))
+        for prompt in continued:
+            self._trim(prompt)
 
     # ---- in detail ------------------------------------------------------------------------------------------------
 
-    def _seed(self, cache: LowBitCache, model: Any, read: int) -> str:
-        """Identifies the model with its present weights, what the cache stores, and the rotary embeddings of a text of
-        `read` tokens."""
-        self._fingerprint: Mapping[str, Any] = fingerprint_of(model)
-        layers = [
-            (
-                layer.spec.with_layouts("planar-1", "planar-1").key,
-                [(name, digest(x).hex()) for name, x in sorted(layer.parameters.items())],
-            )
-            for layer in cache.packed_layers
-        ]
-        rope = length_rope(model)
-        return fingerprint_digest(
-            {"model": fingerprint_digest(self._fingerprint), "layers": layers}
-            | ({} if rope is None else {"rope": rope.beyond(read)})
-        )
+    def key_of(self, cache: LowBitCache, read: int) -> Key:
+        """The key of texts that this cache's model reads now. Waits for the device.
 
-    def _best(self, seed: str, ids: torch.Tensor, cache: LowBitCache, model: Any) -> tuple[KeptPrompt | None, int]:
+        Args:
+            read: tokens of the text that is read; some models' rotary embeddings depend on it.
+        """
+        model = cache.model.get("looked up")
+        fingerprint = fingerprint_of(model)
+        rope = length_rope(model)
+        identity: dict[str, Any] = {"model": fingerprint_digest(fingerprint), "layers": cache_contents.kind_of(cache)}
+        identity |= {} if rope is None else {"rope": rope.beyond(read)}
+        return Key(fingerprint_digest(identity), saved_cache.header_of(cache, fingerprint))
+
+    def _best(self, seed: str, ids: torch.Tensor, model: Any, known: int) -> tuple[KeptPrompt | None, int]:
         """The text from which most tokens can be restored, and the length of the common prefix."""
         best: KeptPrompt | None = None
         most, longest = 0, 0
@@ -211,7 +274,7 @@ class PrefixStore:
             longest = max(longest, match)
             if (gain := _gain(prompt, min(match, len(ids) - 1))) > most:
                 best, most = prompt, gain
-        if self._folder is not None and self._folder.longest(seed, ids) > max(most, longest):
+        if self._folder is not None and self._folder.longest(seed, ids) > max(most, longest, known):
             loaded = self._folder.load(seed, ids, model.device)
             if loaded is not None:
                 self._prompts.append(loaded)
@@ -231,6 +294,7 @@ class PrefixStore:
             if oldest is None:
                 return
             self._prompts.remove(oldest)
+            self.removed += 1
             if self._folder is not None:
                 try:
                     self._folder.save(oldest)

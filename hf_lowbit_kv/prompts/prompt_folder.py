@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ..cache import saved_cache
+from ..cache.cache_contents import common_prefix
 from ..storage.paged_store import read_pages
 from ..storage.process_stamps import ReadOnce
-from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, common_prefix, contents_for
+from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, contents_for
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
@@ -53,6 +54,16 @@ class PromptFolder:
             return more["seed"], torch.tensor(more["ids"], dtype=torch.int64)
 
         return self._read.get(path, read)
+
+    def texts(self, seed: str) -> list[torch.Tensor]:
+        """Ids of the texts with this seed, the most recently used first."""
+        by_time = []
+        for path in self._descriptions():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                own_seed, ids = self._text(path)
+                if own_seed == seed:
+                    by_time.append((path.stat().st_mtime_ns, ids))
+        return [ids for _, ids in sorted(by_time, key=lambda each: -each[0])]
 
     def _longest(self, seed: str, ids: torch.Tensor) -> tuple[int, Path | None]:
         best: tuple[int, Path | None] = 0, None
@@ -104,7 +115,7 @@ class PromptFolder:
         """Write a text to a new folder, unless another store does so first."""
         work = self._unnamed()
         try:
-            saved_cache.write(work, contents_for([prompt], None), prompt.header, more)
+            saved_cache.write(work, contents_for([prompt]), prompt.header, more)
             (work / saved_cache.LOCK_NAME).unlink(missing_ok=True)  # nobody else knows this folder
             with contextlib.suppress(OSError):  # the text is there
                 work.rename(folder)
@@ -150,7 +161,9 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     layers, pages = {}, {}
     for index, layer in contents.layers.items():
         tokens = layer.tokens
-        pages[index] = read_pages(tokens.blocks, tokens.table[0].to(tokens.blocks[0].device))
+        (block,), ids = tokens.blocks, tokens.table[0]
+        in_order = torch.equal(ids, torch.arange(len(block)))
+        pages[index] = block if in_order else read_pages([block], ids.to(block.device))
         sizes = layer.heads, layer.widths, layer.dtype
         layers[index] = LayerOfPrompt(layer.spec, sizes, tokens.paged[0], tokens.sinks[0], tokens.tails[0])
     segment = Segment(pages)

@@ -92,15 +92,13 @@ class PackedCache(PagedAttentionCache):
         pool, limit = self.steps.pool, self._limits[request_id]
         if not pool.free_slots:
             return None
-        prefix = None if self.prefixes is None else self.prefixes.find(ids)
-        missing = pool.missing(limit, 0 if prefix is None else prefix.length)
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.make_room(missing)
-            prefix = self.prefixes.find(ids)  # some of the prefix's pages may have been freed
-            missing = pool.missing(limit, 0 if prefix is None else prefix.length)
-        if missing > 0:
-            return None
-        self.rows[request_id] = row = pool.enter(limit, prefix)
+        if self.prefixes is None:
+            row = pool.admit(limit, lambda: None)
+        else:
+            prefixes = self.prefixes
+            row = pool.admit(limit, lambda: prefixes.find(ids), prefixes.make_room)
+        if row is not None:
+            self.rows[request_id] = row
         return row
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:

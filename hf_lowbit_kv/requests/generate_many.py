@@ -56,8 +56,9 @@ def generate_many(
     Args:
         model: a causal language model whose every layer is packed; PEFT or `torch.compile` may wrap it.
         requests: a list or an iterator. A request is a text, token ids, a list of messages, or a dict with one of
-            `"prompt"`, `"messages"`, `"input_ids"`, optionally an `"id"`, and its own options. The iterator is asked
-            for a request whenever a row is free. It may yield `None` while it has none.
+            `"prompt"`, `"messages"`, `"input_ids"`, optionally an `"id"`, and its own options. With `"past_key_values"`, a
+            cache that holds the beginning of the prompt (such as `chat.cache`), only the rest is read; the cache does not
+            change. The iterator is asked for a request whenever a row is free. It may yield `None` while it has none.
         preset: see `preset_names`; `None`: `kivi-4-sink`.
         tokenizer: for texts, messages and `stop_strings`; without it results have no text.
         memory: bytes of the pool (pages, windows, tables, kept prefixes), or a size such as `"24GB"`. Default: 90 % of
@@ -65,7 +66,8 @@ def generate_many(
         max_rows: largest number of sequences at once. Default: as many as fit, up to 128.
         prefill_chunk_size: prompts are read in chunks that end at multiples of this number; `0`: whole prompts. A
             decoding row waits at most one chunk for its next token. Default: 2048.
-        prefixes: a `PrefixStore` of prompts that other calls have read. Prompts of this call are added to it.
+        prefixes: a `PrefixStore` of prompts that other calls have read. Rows read its pages where they lie. Prompts of this
+            call are added to it.
         share_prefixes: whether prompts with the same beginning share full pages. Tokens behind a shared prefix attend
             to packed pages instead of their own chunk, so a text may differ a little. With `False`, texts do not depend
             on other requests.
@@ -245,7 +247,7 @@ class _Run:
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:
-                    self._scheduler.steps.begin()
+                    self._scheduler.begin()
                 more = True
                 while more and (all_of_them or not results):
                     more = self._scheduler.advance()
@@ -302,7 +304,7 @@ class _Run:
             max_rows=self._max_rows,
             share_prefixes=self._share,
         )
-        kept = None if self._store is None else KeptPrompts(self._store, self._make_template)
+        kept = KeptPrompts(steps, self._store)
         return Scheduler(steps, self._source, self._chunk_size, prefixes, self._tokenizer, kept)
 
     def free(self) -> None:

@@ -1,46 +1,111 @@
-"""Prompts that a `PrefixStore` keeps from call to call, for the rows of a pool."""
+"""Texts that were read before, with which rows of a pool begin: those of a `PrefixStore`, and caches that requests bring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from ..cache import cache_contents
+from ..cache.cache_contents import CacheContents
 from ..cache.low_bit_cache import LowBitCache
+from ..storage.shared_pages import Holding
 from .pool_steps import PoolSteps
-from .row_pool import Row, RowPool
+from .request import Request
+from .row_pool import Prefix, Row
 
 
 @runtime_checkable
 class PromptStore(Protocol):
     """The methods of a `PrefixStore` that are used here."""
 
-    def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Any:
-        """Put the longest kept prefix of these texts into an empty cache. The result's `tokens`: how many tokens of
-        each text."""
+    max_bytes: int
 
-    def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None:
-        """Keep the contents of a cache, which are the tokens of these texts."""
+    def load(self, cache: LowBitCache) -> int: ...
+    def key_of(self, cache: LowBitCache, read: int) -> Any: ...
+    def find(self, cache: LowBitCache, rows: list[torch.Tensor], key: Any, known: int) -> Any: ...
+    def add(self, cache: LowBitCache, rows: list[torch.Tensor], key: Any) -> None: ...
 
 
 class KeptPrompts:
-    """Moves prompts between a store and rows. The memory of the store does not belong to the pool.
+    """Finds kept texts for rows of a pool, which read the pages where they lie.
 
     Args:
-        make_cache: makes an empty cache of the pool's kind for this many tokens.
+        store: `None`: only caches of requests. adding: whether prompts of rows are added to the store.
     """
 
-    def __init__(self, store: PromptStore, make_cache: Callable[[int], LowBitCache]):
-        self._store, self._make_cache = store, make_cache
+    def __init__(self, steps: PoolSteps, store: PromptStore | None = None, adding: bool = True):
+        self._steps, self._store, self._adding = steps, store, adding
+        template = steps.template
+        #: tokens of a longer text that are not worth another window
+        self._slack = max(layer.spec.residual + layer.spec.page_size for layer in template.packed_layers)
+        self._kind = cache_contents.kind_of(template)
+        self.begin()
 
-    def restore(self, pool: RowPool, row: Row, ids: list[int]) -> None:
-        """Put the longest kept prefix of these tokens into an empty row. Waits for the device."""
-        cache = self._make_cache(len(ids))
-        match = self._store.restore(cache, [torch.tensor(ids)])
-        if match.tokens:
-            pool.load(row, [layer.store for layer in cache.packed_layers if layer.store is not None], match.tokens)
+    def begin(self) -> None:
+        """The model may have changed since the last call."""
+        self._key: Any = None
 
-    def add(self, steps: PoolSteps, row: Row, ids: list[int]) -> None:
+    def _key_now(self) -> Any:
+        assert self._store is not None
+        self._key = self._key or self._store.key_of(self._steps.template, 0)
+        return self._key
+
+    def find(self, request: Request, known: int) -> Prefix | None:
+        """The longest kept beginning of a request's prompt. It must be adopted at once.
+
+        Args:
+            known: tokens that need not be read without it: shorter texts are not worth it.
+
+        Raises:
+            ValueError: the request's cache cannot go on with this prompt.
+        """
+        holding, contents = Holding(), None
+        if request.cache is not None:
+            contents = self._of_cache(request, known, holding)
+        elif self._store is not None:
+            ids, known = torch.tensor(request.prompt_ids), known + self._slack if known else 0
+            contents = self._store.find(self._steps.template, [ids], self._key_now(), known).contents
+        if contents is None:
+            return None
+        return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)])
+
+    def _of_cache(self, request: Request, known: int, holding: Holding) -> CacheContents | None:
+        cache, ids, wrong = request.cache, torch.tensor(request.prompt_ids), "past_key_values cannot go on"
+        assert cache is not None
+        cache.check_model(self._steps.model)
+        if cache_contents.kind_of(cache) != self._kind:
+            raise ValueError(f"{wrong}: it stores other formats, another window or calibration than this pool")
+        if cache.read_lengths is not None and not cache.read_lengths.suits(cache, len(ids)):
+            raise ValueError(f"{wrong}: its rotary embeddings are those of a text of another length")
+        contents = cache_contents.take(cache, holding)
+        layouts = {
+            (layer.tokens.table.numpy().tobytes(), *map(len, layer.tokens.blocks)) for layer in contents.layers.values()
+        }
+        if len(layouts) > 1:  # layers have other pages in other places
+            contents = cache_contents.take(cache)
+        layers = contents.layers
+        stored = next((layer.tokens.lengths for layer in layers.values()), [])
+        if contents.text is None or stored != [contents.text.shape[1]]:
+            raise ValueError(f"{wrong}: it must hold one row whose text it knows, as lb.generate and lb.Chat leave it")
+        match = min(cache_contents.common_prefix(contents.text[0].cpu(), ids), len(ids) - 1)
+        paged = [(layer.spec, layer.tokens.paged[0]) for layer in layers.values()]
+        in_tail = match > max(spec.sink + tokens for spec, tokens in paged)
+        tokens = match if in_tail or match == stored[0] else cache_contents.whole_pages(paged, match)
+        if tokens == 0:
+            raise ValueError(f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, too few to use")
+        if tokens <= known:
+            return None
+        return contents._replace(
+            layers={i: x._replace(tokens=x.tokens.first(tokens, x.spec)) for i, x in layers.items()}
+        )
+
+    def add(self, row: Row, ids: list[int]) -> None:
         """Keep the contents of a row that holds these tokens. Waits for the device."""
-        self._store.add(steps.as_cache(row), [torch.tensor(ids)])
+        if self._store is not None and self._adding:
+            self._store.add(self._steps.as_cache(row), [torch.tensor(ids)], self._key_now())
+
+    @property
+    def limit(self) -> float:
+        """Bytes of kept texts that the pool may hold although no row reads them."""
+        return 0 if self._store is None else self._store.max_bytes

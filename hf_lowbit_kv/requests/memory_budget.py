@@ -10,7 +10,7 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..generation.prefill import GpuMemory
-from .slot_memory import StoredLayer
+from .slot_memory import TABLE_STEP, StoredLayer
 
 #: default for the share of the free memory that a pool takes
 USABLE = 0.9
@@ -60,7 +60,8 @@ def slot_bytes(layers: Sequence[StoredLayer], sinks: bool) -> int:
 
 
 def _token_bytes(layers: Sequence[StoredLayer]) -> float:
-    return sum(layer.page_bytes / layer.spec.page_size for layer in layers)
+    # 8: where the page starts
+    return sum((layer.page_bytes + 8) / layer.spec.page_size for layer in layers)
 
 
 def _rounded(layers: Sequence[StoredLayer], tokens: int) -> int:
@@ -69,9 +70,10 @@ def _rounded(layers: Sequence[StoredLayer], tokens: int) -> int:
 
 
 def _table_bytes(layers: Sequence[StoredLayer], max_length: int) -> int:
-    """Bytes of a slot's page table. An entry is a page's number, and an address for each size of a page."""
-    kinds = {(layer.paging, layer.device, layer.page_bytes): layer.spec for layer in layers}
-    return sum(12 * (spec.pages_for(max_length) + 4) for spec in kinds.values())
+    """Bytes of a slot's page tables. An entry is a page's number, and an address in each layer."""
+    numbers = {(layer.paging, layer.device): layer.spec for layer in layers}
+    sizes = [*((4, spec) for spec in numbers.values()), *((8, layer.spec) for layer in layers)]
+    return sum(size * (spec.pages_for(max_length) + TABLE_STEP) for size, spec in sizes)
 
 
 def pool_size(

@@ -58,7 +58,7 @@ class PoolSteps:
     """
 
     def __init__(self, model: Any, template: LowBitCache, pool: RowPool, record: bool = True):
-        self.model, self.pool, self._template = model, pool, template
+        self.model, self.pool, self.template = model, pool, template
         self.device = model.device
         self._chunk = PooledCache(template, pool, 1)
         if record and self.device.type == "cuda":
@@ -160,7 +160,7 @@ class PoolSteps:
 
     def _batch(self, rows: int) -> PooledCache:
         if rows not in self._batches:
-            self._batches[rows] = PooledCache(self._template, self.pool, rows)
+            self._batches[rows] = PooledCache(self.template, self.pool, rows)
         return self._batches[rows]
 
     def _step(self, rows: int) -> recording.RecordedStep | None:

@@ -11,6 +11,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ..cache.length_rope import length_rope
+from ..cache.low_bit_cache import LowBitCache
 from ..generation.call_options import check_options, new_tokens_of, return_sequences
 from ..generation.option_names import check_names
 from ..generation.sampling_settings import check_settings, processors_of
@@ -61,6 +62,8 @@ class Request:
     options: dict[str, Any]
     """those of `OWN_OPTIONS` that were given"""
     end_tokens: frozenset[int]
+    cache: LowBitCache | None = None
+    """holds the beginning of the prompt"""
 
     @property
     def sequences(self) -> int:
@@ -106,7 +109,12 @@ class RequestReader:
         try:
             request = dict(user_request) if isinstance(user_request, Mapping) else {_kind(user_request): user_request}
             named = request.pop("id", None)
-            mask = request.pop("attention_mask", None)
+            mask, cache = request.pop("attention_mask", None), request.pop("past_key_values", None)
+            if not isinstance(cache, (LowBitCache, type(None))):
+                raise TypeError(
+                    f"past_key_values is not allowed to be {cache!r}; it must be a LowBitCache that holds the beginning of the "
+                    "prompt, or None"
+                )
             prompts = {name: request.pop(name) for name in PROMPTS if name in request}
             if len(prompts) != 1:
                 raise ValueError(
@@ -123,7 +131,7 @@ class RequestReader:
             ends = config._eos_token_tensor
             end_tokens = frozenset() if ends is None else frozenset(ends.tolist())
             name = str(index) if named is None else str(named)
-            return Request(index, name, ids, config, new_tokens, own_options, end_tokens)
+            return Request(index, name, ids, config, new_tokens, own_options, end_tokens, cache)
         except TypeError as error:
             raise TypeError(f"request {index}: {error}") from error
         except Exception as error:  # a chat template raises errors of its own kind

@@ -20,6 +20,7 @@ import torch
 from ..cache.implementation import selected
 from ..cache.served_models import unwrap_generating
 from ..generation.kept_caches import kept_caches
+from .kept_prompts import KeptPrompts, PromptStore
 from .new_pool import new_pool
 from .pool_models import empty_caches
 from .request import Request, RequestReader
@@ -52,9 +53,12 @@ class RequestLoop:
     Args:
         model: as for `generate_many`, which explains the other arguments too. Our attention implementation is selected
             until `stop`.
+        prefixes: a `PrefixStore` whose texts rows may begin with. Those of its folder are read first, as many as it may
+            hold; no text is added to it.
 
     Raises:
-        ValueError: a pool cannot serve the model, or there is too little memory.
+        ValueError: a pool cannot serve the model, there is too little memory, or the store has no text of this model and
+            these pages.
     """
 
     def __init__(
@@ -67,17 +71,23 @@ class RequestLoop:
         max_rows: int | None = None,
         chunk_size: int = 2048,
         share_prefixes: bool = True,
+        prefixes: PromptStore | None = None,
         cache_options: Mapping[str, Any] | None = None,
     ):
         self.model = unwrap_generating(model)
         make_cache = empty_caches(self.model, preset, cache_options)
         self._reader = RequestReader(self.model, tokenizer, {})
         with self._alone():
-            steps, prefixes = new_pool(
+            if prefixes is not None and not prefixes.load(make_cache(1)):
+                raise ValueError(
+                    f"{prefixes!r} has no text that was read by this model with preset {preset!r} and its calibration"
+                )
+            steps, shared = new_pool(
                 self.model, make_cache, chunk_size, memory=memory, max_rows=max_rows, share_prefixes=share_prefixes
             )
+            kept = KeptPrompts(steps, prefixes, adding=False)
         self.pool = steps.pool
-        self._scheduler = Scheduler(steps, self._source(), chunk_size, prefixes, tokenizer, look_ahead=LOOK_AHEAD)
+        self._scheduler = Scheduler(steps, self._source(), chunk_size, shared, tokenizer, kept, LOOK_AHEAD)
         self._submitted: deque[Ticket] = deque()
         self._news = threading.Event()
         self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
@@ -177,7 +187,7 @@ class RequestLoop:
             with self._alone():
                 if self.model.device.type == "cuda":
                     torch.cuda.set_device(self.model.device)
-                scheduler.steps.begin()
+                scheduler.begin()
                 more = True
                 while more and not self._abandoning.is_set():
                     self._end_cancelled()

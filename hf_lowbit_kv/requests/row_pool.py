@@ -6,19 +6,27 @@ runs on `state.rows(slice(0, n))`, with the kernels of an ordinary batch.
 A row states the largest number of tokens that it may ever hold, and enters only if pages for all of them are left. So
 no row is ever preempted. It gets each page when the page is due. Until then pages may keep prefixes that were read
 before.
+
+A page has a number. Numbers below the pool's size name its own pages. Blocks of kept texts get higher numbers while a
+row or a prefix holds one of their pages: rows read them where they lie, and nobody writes to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+import numpy as np
 import torch
 
+from ..cache.cache_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import PagedStore, read_pages
+from ..storage.shared_pages import mask_of
+from ..storage.stored_tokens import in_layout_of
 from .page_ledger import PageLedger
-from .slot_memory import TABLE_STEP, SlotMemory, StoredLayer
+from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
 
 
 @dataclass(eq=False)
@@ -32,21 +40,28 @@ class Row:
     """tokens that are stored; the CPU counts them"""
     pages: dict[Hashable, list[int]] = field(default_factory=dict)
     """by paging, its pages in order"""
-    prefix_length: int = 0
-    """tokens that it began with: all of them stand in the sink and in pages, even where that leaves the window empty"""
+    paged: dict[Hashable, int] = field(default_factory=dict)
+    """by paging, tokens that were in pages when it began: more than its length tells, where that leaves the window empty"""
     room: int = 0
     """tokens for which its pages suffice, at least; saves looking at every page in every step"""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The full pages at the beginning of a text, and the sink in front of them. A kept prefix holds its pages."""
+    """Tokens with which a row may begin: full pages, the sink before them, and perhaps a window. A kept prefix holds its
+    pages."""
 
     length: int
-    """tokens: the sink's and the pages'"""
+    """tokens: the sink's, the pages' and the window's"""
     pages: dict[Hashable, list[int]]
-    sinks: list[tuple[torch.Tensor, torch.Tensor]]
-    """see `SlotMemory.sinks`"""
+    """by paging, full pages"""
+    sinks: list[Pair]
+    """see `SlotMemory.set_window`"""
+    tails: list[Pair] = field(default_factory=list)
+    paged: dict[Hashable, int] = field(default_factory=dict)
+    """by paging, tokens in pages; empty: all but the sink's"""
+    opened: dict[Hashable, list[torch.Tensor]] = field(default_factory=dict)
+    """by paging, the page after these if it is not full, see `SlotMemory.write_page`"""
 
 
 def pages_needed(layers: Iterable[StoredLayer], tokens: int) -> dict[Hashable, int]:
@@ -87,9 +102,16 @@ class RowPool:
         """
         most = 0
         for paging, spec in self._specs.items():
-            unshared = spec.pages_for(limit) - max(shared - spec.sink, 0) // spec.page_size
+            unshared = max(spec.pages_for(limit) - max(shared - spec.sink, 0) // spec.page_size, 0)
             most = max(most, rows * unshared + self._promised(paging) - self.ledgers[paging].free)
         return most
+
+    def shared_by(self, prefix: Prefix | None) -> int:
+        """Tokens of a prefix that need no page of a row's own."""
+        if prefix is None:
+            return 0
+        full = (spec.sink + len(prefix.pages[paging]) * spec.page_size for paging, spec in self._specs.items())
+        return min(full)
 
     def missing_for_fork(self, row: Row, limit: int) -> int:
         """Like `missing`, for a fork of a row that is in the pool."""
@@ -129,7 +151,7 @@ class RowPool:
         Raises:
             ValueError: no slot or too few pages are left. Nothing has changed then.
         """
-        shared = 0 if prefix is None else prefix.length
+        shared = self.shared_by(prefix)
         if limit > self.max_length:
             raise ValueError(
                 f"limit={limit} is more than the {self.max_length} tokens that a row of this pool may hold"
@@ -144,35 +166,34 @@ class RowPool:
             self.adopt(row, prefix)
         return row
 
-    def adopt(self, row: Row, prefix: Prefix) -> None:
-        """Let an empty row begin with a prefix, whose pages it shares."""
-        assert row.length == 0
-        self._share(row, prefix.pages)
-        self.memory.set_sinks(row.slot, prefix.sinks)
-        self.memory.set_length(row.slot, prefix.length)
-        row.length = row.prefix_length = prefix.length
-
-    def load(self, row: Row, stores: Sequence[PagedStore], length: int) -> None:
-        """Copy the contents of a row of another cache into an empty row. Waits for the device.
+    def admit(
+        self, limit: int, find: Callable[[], Prefix | None], make_room: Callable[[int], object] | None = None
+    ) -> Row | None:
+        """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
 
         Args:
-            stores: the stores of the layers, in order, each with one row. length: the row's tokens.
+            find: the longest known prefix with which it may begin. make_room: releases kept pages until this many are free.
         """
+        missing = self.missing(limit, self.shared_by(prefix := find()))
+        if missing > 0 and make_room is not None:
+            make_room(missing)
+            missing = self.missing(limit, self.shared_by(prefix := find()))  # some of its pages may be gone
+        if missing <= 0:
+            return self.enter(limit, prefix)
+        self.detach()
+        return None
+
+    def adopt(self, row: Row, prefix: Prefix) -> None:
+        """Let an empty row begin with a prefix, whose full pages it shares."""
         assert row.length == 0
-        for layer, store in zip(self.layers, stores, strict=True):
-            pages, ledger = row.pages[layer.paging], self.ledgers[layer.paging]
-            for entry in range(len(pages), -(-int(store.state.paged[0, 0]) // layer.spec.page_size)):
-                pages.append(ledger.take())
-                self._due[layer.paging].append((row.slot, entry, pages[entry]))
-        for state, layer, store in zip(self.memory.states, self.layers, stores, strict=True):
-            pages = row.pages[layer.paging]
-            ids = torch.tensor(pages, dtype=torch.long, device=layer.device)
-            state.pool[0][ids] = read_pages(store.state.pool, store.state.page_table[0, : len(pages)])
-            for name in ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged"):
-                getattr(state, name)[row.slot] = getattr(store.state, name)[0]
-        row.length = length
-        paged = [int(store.state.paged[0, 0]) for store in stores]
-        row.prefix_length = min(layer.spec.sink + count for layer, count in zip(self.layers, paged, strict=True))
+        self._share(row, prefix.pages)
+        for paging, contents in prefix.opened.items():
+            self.memory.write_page(paging, self._own_page(row, paging), contents)
+        row.paged = dict(prefix.paged) or {
+            paging: max(prefix.length - spec.sink, 0) for paging, spec in self._specs.items()
+        }
+        self.memory.set_window(row.slot, prefix.length, row.paged, prefix.sinks, prefix.tails)
+        row.length = prefix.length
 
     def extend(self, row: Row, tokens: int) -> None:
         """Give the row the pages that are due when it stores `tokens` more."""
@@ -181,17 +202,23 @@ class RowPool:
         if row.length + tokens <= row.room:
             return
         for paging, spec in self._specs.items():
-            pages = row.pages[paging]
-            for entry in range(len(pages), spec.pages_for(row.length + tokens)):
-                pages.append(self.ledgers[paging].take())
-                self._due[paging].append((row.slot, entry, pages[entry]))
+            while len(row.pages[paging]) < spec.pages_for(row.length + tokens):
+                self._own_page(row, paging)
         row.room = min(spec.room(len(row.pages[paging])) for paging, spec in self._specs.items())
+
+    def _own_page(self, row: Row, paging: Hashable) -> int:
+        """Take a free page for the end of the row."""
+        page = self.ledgers[paging].take()
+        self._due[paging].append((row.slot, len(row.pages[paging]), page))
+        row.pages[paging].append(page)
+        return page
 
     def flush(self) -> None:
         """Write all new pages into the tables, in one go. Needed before a step or a chunk runs."""
         for paging, entries in self._due.items():
             if entries:
-                self.memory.write_table(paging, entries)
+                place = self.ledgers[paging].place
+                self.memory.write_table(paging, [(slot, entry, place(page)) for slot, entry, page in entries])
                 entries.clear()
 
     def fork(self, row: Row, limit: int) -> Row:
@@ -205,16 +232,13 @@ class RowPool:
                 f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
             )
         self.flush()
-        new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, row.prefix_length)
+        new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
         self.rows.append(new)
         for paging, spec in self._specs.items():
             full = self.full_tokens(row, paging) // spec.page_size
             self._share(new, {paging: row.pages[paging][:full]})
             if full < spec.pages_for(row.length):  # an open page
-                page = self.ledgers[paging].take()
-                self.memory.copy_page(paging, row.pages[paging][full], page)
-                new.pages[paging].append(page)
-                self._due[paging].append((new.slot, full, page))
+                self.memory.copy_page(paging, row.pages[paging][full], self._own_page(new, paging))
         self.memory.copy_window(row.slot, new.slot)
         return new
 
@@ -228,7 +252,7 @@ class RowPool:
     def full_tokens(self, row: Row, paging: Hashable) -> int:
         """Tokens of a row that stand in full pages."""
         spec = self._specs[paging]
-        paged = max(spec.paged_after(row.length - spec.sink), row.prefix_length - spec.sink)
+        paged = max(spec.paged_after(row.length - spec.sink), row.paged.get(paging, 0))
         return paged // spec.page_size * spec.page_size
 
     def leave(self, row: Row) -> Row | None:
@@ -241,9 +265,7 @@ class RowPool:
         self.memory.empty(last.slot)
         if last is not row:
             last.slot = row.slot
-        for paging, pages in row.pages.items():
-            for page in pages:
-                self.ledgers[paging].drop(page)
+        self._drop(row.pages)
         row.slot, row.pages = -1, {}
         return None if last is row else last
 
@@ -287,11 +309,100 @@ class RowPool:
 
     def drop(self, prefix: Prefix) -> int:
         """Release a prefix. Returns how many pages that frees."""
-        return sum(self.ledgers[paging].drop(page) for paging, pages in prefix.pages.items() for page in pages)
+        return self._drop(prefix.pages)
+
+    # ---- kept texts -----------------------------------------------------------------------------------------------
+
+    def kept(self, parts: Sequence[LayerContents]) -> Prefix:
+        """The prefix with which a row of a kept text begins. Its pages are not copied; it must be adopted at once.
+
+        Args:
+            parts: for each layer, in order, contents with one row. Layers of one paging have the same tables.
+        """
+        parts = [
+            part._replace(tokens=part.tokens.to(layer.device)) for part, layer in zip(parts, self.layers, strict=True)
+        ]
+        pages: dict[Hashable, list[int]] = {}
+        paged: dict[Hashable, int] = {}
+        opened: dict[Hashable, list[torch.Tensor]] = {}
+        for paging, spec in self._specs.items():
+            indices = self.memory.layers_of(paging)
+            tokens = parts[indices[0]].tokens
+            ends = list(accumulate(map(len, tokens.blocks)))
+            places = [
+                (block := bisect_right(ends, page), page - ends[block] + len(tokens.blocks[block]))
+                for page in tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].tolist()
+            ]
+            paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
+            first = {
+                block: self._attach(indices, parts, block, [place for where, place in places[:full] if where == block])
+                for block in dict(places[:full])
+            }
+            pages[paging] = [first[block] + place for block, place in places[:full]]
+            for block, place in places[full:]:
+                opened[paging] = [self._in_layout(i, parts[i], block, slice(place, place + 1))[0] for i in indices]
+        length = parts[0].tokens.lengths[0]
+        windows: list[list[Pair]] = []
+        for group in self.memory.groups:
+            of_group = [parts[i].tokens for i in group.layers]
+            windows.append([_stacked([x.sinks[0] for x in of_group]), _stacked([x.tails[0] for x in of_group])])
+        return Prefix(length, pages, [x for x, _ in windows], [x for _, x in windows], paged, opened)
+
+    def _in_layout(self, index: int, part: LayerContents, block: int, pages: slice = slice(None)) -> torch.Tensor:
+        """A block of a layer, or pages of it, in the layout of the pool."""
+        layer, tokens = self.layers[index], part.tokens._replace(blocks=[part.tokens.blocks[block][pages]])
+        return in_layout_of(tokens, part.spec, layer.spec, part.widths, part.dtype).blocks[0]
+
+    def _attach(self, indices: list[int], parts: Sequence[LayerContents], block: int, used: list[int]) -> int:
+        """Let rows read the pages `used` of a block. Returns the number of the block's first page."""
+        kept, paging = [parts[i].tokens.blocks[block] for i in indices], self.layers[indices[0]].paging
+        ledger = self.ledgers[paging]
+        if (attached := ledger.attached(kept[0])) is None:
+            alike = all(parts[i].spec == self.layers[i].spec for i in indices)
+            blocks = kept if alike else [self._in_layout(i, parts[i], block) for i in indices]
+            self.memory.attach(paging, blocks)
+            attached = ledger.attach(kept[0], blocks)
+        held = np.zeros(len(kept[0]), dtype=bool)
+        held[used] = True
+        mask = mask_of(held)
+        for each in kept:
+            attached.holding.use(each, mask)
+        return attached.first
+
+    def idle_bytes(self, more_than: float) -> int:
+        """Bytes of the attached blocks that no row reads; 0 if all blocks together have no more bytes than that."""
+        if sum(block.nbytes for ledger in self.ledgers.values() for block in ledger.blocks) <= more_than:
+            return 0
+        pages = ((self.ledgers[paging], page) for row in self.rows for paging, x in row.pages.items() for page in x)
+        read = {ledger.block_of(page) for ledger, page in pages}
+        return sum(x.nbytes for ledger in self.ledgers.values() for x in ledger.blocks if x not in read)
+
+    def detach(self) -> None:
+        """Forget the blocks that nobody holds. Pages of later blocks have other numbers in tables then."""
+        for paging, ledger in self.ledgers.items():
+            unused = [block for block in ledger.blocks if not block.holders]
+            for block in unused:
+                self.memory.detach(paging, ledger.blocks.index(block))
+                ledger.detach(block)
+            for row in self.rows if unused else ():
+                moved = [(row.slot, entry, x) for entry, x in enumerate(row.pages[paging]) if x >= ledger.count]
+                self._due[paging] += moved
+
+    def _drop(self, pages: dict[Hashable, list[int]]) -> int:
+        """Release pages. Returns how many pages of the pool that frees."""
+        freed = sum(self.ledgers[paging].drop(page) for paging, numbers in pages.items() for page in numbers)
+        self.detach()
+        return freed
 
     def free(self) -> None:
         """Free all memory. The pool cannot be used afterwards."""
+        self.ledgers.clear()
         self.memory.groups.clear()
         self.memory.states.clear()
         self.memory.tables.clear()
         self.rows.clear()
+
+
+def _stacked(pairs: Sequence[Pair]) -> Pair:
+    """Keys and values of some layers, `[layers, heads, n, head_dim]`."""
+    return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])

@@ -27,7 +27,7 @@ from .kept_prompts import KeptPrompts
 from .pool_steps import PoolSteps
 from .request import Request
 from .result import FinishReason, Result, described
-from .row_pool import Row
+from .row_pool import Prefix, Row
 from .sampling import NO_PROBABILITIES, Drawn, Sampler, draw, on_device
 from .shared_prefixes import SharedPrefixes
 
@@ -49,7 +49,8 @@ class Sequence:
     """int64 `[1, limit]` on the device, for processors that read it"""
     tokens_drawn: int = 0
     """number of tokens drawn; the last one may not have arrived on the CPU yet"""
-    read_some: bool = False
+    looked_at: int | None = 0
+    """`Scheduler._news` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
     decoding: bool = False
 
     @property
@@ -119,7 +120,7 @@ class Scheduler:
             read. It is asked only while a row is free.
         chunk_size: tokens of a prompt that are read at a time; 0: all.
         prefixes: shares full pages among requests; `None`: pages are not shared.
-        kept: prompts that other calls have read; `None`: none.
+        kept: texts that were read before; `None`: only caches of requests.
         tokenizer: for texts and stop strings, or `None`.
         look_ahead: number of waiting requests of which the first one that fits gets the next row. 1: requests begin in
             their order. No request is overtaken by more than twice as many others as there are rows.
@@ -137,10 +138,12 @@ class Scheduler:
     ):
         self.steps, self.pool = steps, steps.pool
         self._source: Iterator[Request | Result | None] | None = iter(source)
-        self.chunk_size, self.prefixes, self.tokenizer, self.kept = chunk_size, prefixes, tokenizer, kept
+        self.chunk_size, self.prefixes, self.tokenizer = chunk_size, prefixes, tokenizer
+        self.kept = kept or KeptPrompts(steps)
         self.look_ahead = look_ahead
         self._heads: deque[Waiting] = deque()  # requests that do not fit yet, or whose sequences do not all fit
         self._departures = 0  # sequences that have left the pool
+        self._news = 0  # times that a row's text was kept
         self._oldest_first = False  # shorter prompts were read in the last round, and nothing of the oldest
         self._stepping: list[Sequence] = []  # those that the running step of the model is for
         self.reading: deque[Sequence] = deque()
@@ -151,6 +154,11 @@ class Scheduler:
         # a criterion reads the whole vocabulary when it is made, so requests share it
         self._stop_strings = functools.lru_cache(8)(lambda texts: StopStringCriteria(tokenizer, list(texts)))
         self.finished: deque[Result] = deque()
+
+    def begin(self) -> None:
+        """The model may have changed since the last round."""
+        self.steps.begin()
+        self.kept.begin()
 
     # ---- a round --------------------------------------------------------------------------------------------------
 
@@ -175,7 +183,7 @@ class Scheduler:
         failed, self._stepping = self._stepping, []
         if not failed:
             raise error
-        self.steps.begin()
+        self.begin()
         if self._late:
             torch.cuda.synchronize(self.steps.device)
         for sequence in failed:
@@ -251,20 +259,16 @@ class Scheduler:
     def _enter(self, waiting: Waiting) -> bool:
         """Give a row to the first sequence that has none. Returns whether all sequences have one, or will get one by a
         fork."""
-        request = waiting.request
-        prefix = None if self.prefixes is None else self.prefixes.find(request.prompt_ids)
-        missing = self.pool.missing(request.limit, 0 if prefix is None else prefix.length)
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.make_room(missing)
-            prefix = self.prefixes.find(request.prompt_ids)  # some of its pages may be gone
-            missing = self.pool.missing(request.limit, 0 if prefix is None else prefix.length)
-        if missing > 0:
-            return False
-        row = self.pool.enter(request.limit, prefix)
+        request, row = waiting.request, None
         try:
+            make_room = None if self.prefixes is None else self.prefixes.make_room
+            if (row := self.pool.admit(request.limit, lambda: self._known(request), make_room)) is None:
+                return False
             sequence = self._sequence(waiting, waiting.numbers.pop(0), row)
-        except Exception as error:  # of a processor that cannot be made
-            self.steps.leave(row)
+            sequence.looked_at = self._news
+        except Exception as error:  # of a processor that cannot be made, or of a cache that cannot go on
+            if row is not None:
+                self.steps.leave(row)
             for number in range(request.sequences):
                 result = self._result(request, number)
                 result.finish_reason, result.error = "error", described(error)
@@ -274,6 +278,11 @@ class Scheduler:
         if waiting.numbers:
             self._siblings[sequence] = waiting
         return True
+
+    def _known(self, request: Request) -> Prefix | None:
+        """The longest beginning of a prompt that need not be read. It must be adopted at once."""
+        prefix = None if self.prefixes is None else self.prefixes.find(request.prompt_ids)
+        return self.kept.find(request, 0 if prefix is None else prefix.length) or prefix
 
     def _sequence(self, waiting: Waiting, number: int, row: Row) -> Sequence:
         request, model = waiting.request, self.steps.model
@@ -331,17 +340,11 @@ class Scheduler:
         """Called before a sequence's first chunk: sequences that were admitted with it may have read its prefix
         meanwhile."""
         row, request = sequence.row, sequence.request
-        if sequence.read_some:
+        if sequence.looked_at is None:
             return
-        sequence.read_some = True
-        if (
-            self.prefixes is not None
-            and row.length == 0
-            and (prefix := self.prefixes.find(request.prompt_ids)) is not None
-        ):
+        news, sequence.looked_at = sequence.looked_at < self._news, None
+        if news and row.length == 0 and (prefix := self._known(request)) is not None:
             self.pool.adopt(row, prefix)
-        if row.length == 0 and self.kept is not None:
-            self.kept.restore(self.pool, row, request.prompt_ids)
         sequence.result.cached_tokens = row.length
 
     def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
@@ -349,10 +352,8 @@ class Scheduler:
         self.reading.remove(first)
         first.decoding = True
         self.decoding.append(first)
-        if self.prefixes is not None:
-            self.prefixes.keep(first.row, first.request.prompt_ids)
-        if self.kept is not None:
-            self.kept.add(self.steps, first.row, first.request.prompt_ids)
+        self.kept.add(first.row, first.request.prompt_ids)
+        self._keep(first.row, first.request.prompt_ids)
         sequences = [first]
         if (waiting := self._siblings.pop(first, None)) is not None:
             while waiting.numbers and self._can_fork(first):
@@ -364,6 +365,12 @@ class Scheduler:
             if waiting.numbers:  # these read the prompt again when there is room
                 self._heads.appendleft(waiting)
         self._draw(sequences, logits.expand(len(sequences), -1))
+
+    def _keep(self, row: Row, ids: list[int]) -> None:
+        """Let later rows begin with the full pages of this one."""
+        self._news += 1
+        if self.prefixes is not None:
+            self.prefixes.keep(row, ids, self.kept.limit)
 
     def _can_fork(self, sequence: Sequence) -> bool:
         if not self.pool.free_slots:
@@ -499,8 +506,8 @@ class Scheduler:
             self.reading.remove(sequence)
         if (waiting := self._siblings.pop(sequence, None)) is not None:
             self._heads.appendleft(waiting)
-        if self.prefixes is not None and keep:
-            self.prefixes.keep(sequence.row, sequence.ids if sequence.decoding else sequence.request.prompt_ids)
+        if keep:
+            self._keep(sequence.row, sequence.ids if sequence.decoding else sequence.request.prompt_ids)
         self.steps.leave(sequence.row)
         self._departures += 1
         self.finished.append(result)

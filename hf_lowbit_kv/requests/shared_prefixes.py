@@ -8,6 +8,7 @@ dropped first.
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -61,8 +62,12 @@ class SharedPrefixes:
                 pages.setdefault(paging, []).extend(ids_of_pages)
         return Prefix(lengths[len(keys) - 1], pages, self._roots[keys[0]])
 
-    def keep(self, row: Row, ids: Sequence[int]) -> None:
-        """Remember the full pages of a row that holds these tokens (and perhaps more)."""
+    def keep(self, row: Row, ids: Sequence[int], limit: float = math.inf) -> None:
+        """Remember the full pages of a row that holds these tokens (and perhaps more).
+
+        Args:
+            limit: bytes of kept texts that may stay attached to the pool although no row reads them.
+        """
         tokens = min(row.length, len(ids))
         lengths = self._pool.full_lengths(tokens)
         keys = list(self._keys(ids, lengths))
@@ -73,7 +78,7 @@ class SharedPrefixes:
                 self._roots[key] = self._pool.memory.sinks(row.slot)
             self._pages[key] = _Page(self._pool.hold_page(row, place, length), keys[0])
         self._use(keys)
-        while len(self._roots) > self._most_sinks:
+        while len(self._roots) > self._most_sinks or (self._pages and self._pool.idle_bytes(limit) > limit):
             self._drop_oldest()
 
     def _use(self, keys: Sequence[bytes]) -> None:

@@ -2,12 +2,16 @@
 
 Layers of one shape lie in one tensor, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's
 part of it looks like the state of a cache with `slots` rows, so kernels see no difference.
+
+Blocks of pages that belong to others can be attached, and rows read them where they lie. The pool's own block stays
+first, and nothing moves.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +20,7 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import SCRATCH, LayerState
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 #: entries of a page table are a multiple of this, so that every slot's part of it begins at a multiple of 16 bytes
 TABLE_STEP = 4
 
@@ -62,7 +67,8 @@ class StoredLayer(NamedTuple):
         return self.spec.sink, self.spec.residual, self.spec.page_size, self.spec.direct
 
 
-class _Group(NamedTuple):
+@dataclass
+class _Group:
     """Layers of one shape, in one tensor each; the first dimension is the layer."""
 
     windows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -71,14 +77,13 @@ class _Group(NamedTuple):
     """uint8 `[layers, pages, heads, page_bytes]`"""
     counters: torch.Tensor
     """int32 `[3, layers, slots, heads]`: length, paged, lost"""
+    addresses: torch.Tensor
+    """int64 `[layers, slots, entries]`: the layers' `page_address`"""
+    starts: torch.Tensor
+    """int64 `[layers, pages]`: where each page starts, in bytes from the start of the layer's own block; attached blocks
+    come after that"""
+    layers: list[int]
     paging: Hashable
-
-
-class _Table(NamedTuple):
-    pages: torch.Tensor
-    """int32 `[slots, entries]`"""
-    addresses: dict[int, torch.Tensor]
-    """by bytes of a page, int64 `[slots, entries]`"""
 
 
 class SlotMemory:
@@ -98,7 +103,8 @@ class SlotMemory:
         for index, layer in enumerate(self.layers):
             shapes[(layer.paging, layer.page_bytes, *layer[1:5])].append(index)
         self.groups: list[_Group] = []
-        self.tables: dict[tuple[Hashable, torch.device], _Table] = {}
+        #: by paging and device, int32 `[slots, entries]`: the layers' `page_table`
+        self.tables: dict[tuple[Hashable, torch.device], torch.Tensor] = {}
         scratch: dict[torch.device, torch.Tensor] = {}
         states: dict[int, LayerState] = {}
         for layer in self.layers:
@@ -107,16 +113,18 @@ class SlotMemory:
                 scratch[layer.device] = torch.zeros(count, dtype=torch.int32, device=layer.device)
         for indices in shapes.values():
             first = self.layers[indices[0]]
-            group = self._group(first, len(indices), pages[first.paging])
-            table = self._table(first, entries[first.paging])
+            group = self._group(first, indices, pages[first.paging], entries[first.paging])
+            if (first.paging, first.device) not in self.tables:
+                table = torch.zeros(slots, entries[first.paging], dtype=torch.int32, device=first.device)
+                self.tables[first.paging, first.device] = table
             self.groups.append(group)
             for place, index in enumerate(indices):
                 sink_k, sink_v, tail_k, tail_v = (window[place] for window in group.windows)
                 length, paged, lost = group.counters[:, place]
                 states[index] = LayerState(
                     [group.pages[place]],
-                    table.pages,
-                    table.addresses[first.page_bytes],
+                    self.tables[first.paging, first.device],
+                    group.addresses[place],
                     sink_k,
                     sink_v,
                     tail_k,
@@ -130,8 +138,8 @@ class SlotMemory:
         #: for each layer, in order: the state of all slots
         self.states = [states[index] for index in range(len(self.layers))]
 
-    def _group(self, like: StoredLayer, count: int, pages: int) -> _Group:
-        spec, device = like.spec, like.device
+    def _group(self, like: StoredLayer, indices: list[int], pages: int, entries: int) -> _Group:
+        spec, device, count = like.spec, like.device, len(indices)
 
         def window(tokens: int, head_dim: int) -> torch.Tensor:
             return torch.zeros(count, self.slots, like.heads, tokens, head_dim, dtype=like.dtype, device=device)
@@ -145,16 +153,49 @@ class SlotMemory:
         per_head = like.page_bytes // like.heads
         block = torch.zeros(count, pages, like.heads, per_head, dtype=torch.uint8, device=device)
         counters = torch.zeros(3, count, self.slots, like.heads, dtype=torch.int32, device=device)
-        return _Group(windows, block, counters, like.paging)
+        addresses = torch.zeros(count, self.slots, entries, dtype=torch.int64, device=device)
+        starts = (torch.arange(pages, device=device) * like.page_bytes).repeat(count, 1)
+        return _Group(windows, block, counters, addresses, starts, indices, like.paging)
 
-    def _table(self, like: StoredLayer, entries: int) -> _Table:
-        table = self.tables.get((like.paging, like.device))
-        if table is None:
-            ids = torch.zeros(self.slots, entries, dtype=torch.int32, device=like.device)
-            table = self.tables[like.paging, like.device] = _Table(ids, {})
-        if like.page_bytes not in table.addresses:
-            table.addresses[like.page_bytes] = torch.zeros_like(table.pages, dtype=torch.int64)
-        return table
+    # ---- blocks of others -----------------------------------------------------------------------------------------
+
+    def attach(self, paging: Hashable, blocks: Sequence[torch.Tensor]) -> None:
+        """Let rows read pages that belong to others. Their numbers follow those of the blocks that are attached already.
+
+        Args:
+            blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on its device, in its layout.
+        """
+        by_layer = dict(zip(self.layers_of(paging), blocks, strict=True))
+        for group in self._groups_of(paging):
+            first = [by_layer[i].data_ptr() - self.states[i].pool[0].data_ptr() for i in group.layers]
+            size, count = self.layers[group.layers[0]].page_bytes, len(blocks[0])
+            ends = torch.tensor(first)[:, None] + torch.arange(count) * size
+            group.starts = torch.cat([group.starts, ends.to(group.starts.device, non_blocking=True)], dim=1)
+        for index, block in by_layer.items():
+            self.states[index].pool.append(block)  # views of the state have the same list
+
+    def detach(self, paging: Hashable, place: int) -> None:
+        """Forget the attached block `place`. Pages of the blocks after it have lower numbers now: tables no longer name any
+        page of a block, not even those of empty slots, and must be written again."""
+        for (kind, device), table in self.tables.items():
+            if kind == paging:
+                named = table >= self.states[self.layers_of(paging)[0]].pool[0].shape[0]
+                table.masked_fill_(named, 0)
+                for group in self._groups_of(paging):
+                    if group.pages.device == device:
+                        group.addresses.masked_fill_(named, 0)
+        for group in self._groups_of(paging):
+            before = [len(block) for block in self.states[group.layers[0]].pool[: place + 2]]
+            first, end = sum(before[:-1]), sum(before)
+            group.starts = torch.cat([group.starts[:, :first], group.starts[:, end:]], dim=1)
+        for index in self.layers_of(paging):
+            del self.states[index].pool[place + 1]
+
+    def layers_of(self, paging: Hashable) -> list[int]:
+        return [index for index, layer in enumerate(self.layers) if layer.paging == paging]
+
+    def _groups_of(self, paging: Hashable) -> list[_Group]:
+        return [group for group in self.groups if group.paging == paging]
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
@@ -162,8 +203,9 @@ class SlotMemory:
         """Move the row of slot `source` to slot `target`."""
         self.copy_window(source, target)
         for table in self.tables.values():
-            for tensor in (table.pages, *table.addresses.values()):
-                tensor[target] = tensor[source]
+            table[target] = table[source]
+        for group in self.groups:
+            group.addresses[:, target] = group.addresses[:, source]
 
     def copy_window(self, source: int, target: int) -> None:
         """Copy sink, tail and counters of a row."""
@@ -174,21 +216,18 @@ class SlotMemory:
 
     def copy_page(self, paging: Hashable, source: int, target: int) -> None:
         """Copy the bytes of a page, in all layers that share its number."""
-        for group in self.groups:
-            if group.paging == paging:
-                group.pages[:, target] = group.pages[:, source]
+        for group in self._groups_of(paging):
+            group.pages[:, target] = group.pages[:, source]
+
+    def write_page(self, paging: Hashable, page: int, contents: Sequence[torch.Tensor]) -> None:
+        """Fill a page of the pool. contents: for each layer of this paging, in order, uint8 `[heads, page_bytes]`."""
+        for index, content in zip(self.layers_of(paging), contents, strict=True):
+            self.states[index].pool[0][page] = content
 
     def empty(self, slot: int) -> None:
         """Empty the slot. A row of length 0 attends to nothing, whatever its window and table hold."""
         for group in self.groups:
             group.counters[:, :, slot] = 0
-
-    def set_length(self, slot: int, length: int) -> None:
-        """Set the slot's length to this many tokens, all of them in the sink and in pages."""
-        for group in self.groups:
-            sink = group.windows[0].shape[3]
-            group.counters[0, :, slot] = length
-            group.counters[1, :, slot] = max(length - sink, 0)
 
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
         """entries: (slot, entry, page)."""
@@ -196,30 +235,45 @@ class SlotMemory:
             if kind != paging:
                 continue
             slots, places, pages = torch.tensor(entries, dtype=torch.int64).T.to(device, non_blocking=True)
-            table.pages[slots, places] = pages.to(torch.int32)
-            for size, addresses in table.addresses.items():
-                addresses[slots, places] = pages * size
+            table[slots, places] = pages.to(torch.int32)
+            for group in self._groups_of(paging):
+                if group.pages.device == device:
+                    group.addresses[:, slots, places] = group.starts[:, pages]
 
-    def sinks(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def sinks(self, slot: int) -> list[Pair]:
         """Copies of a row's sink, by group: `[layers, heads, sink, head_dim]` for keys and for values."""
         return [(group.windows[0][:, slot].clone(), group.windows[1][:, slot].clone()) for group in self.groups]
 
-    def set_sinks(self, slot: int, sinks: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for group, (keys, values) in zip(self.groups, sinks, strict=True):
-            group.windows[0][:, slot] = keys
-            group.windows[1][:, slot] = values
+    def set_window(
+        self, slot: int, length: int, paged: dict[Hashable, int], sinks: list[Pair], tails: list[Pair]
+    ) -> None:
+        """Fill an empty slot: `length` tokens, of which `paged` are in pages, by paging.
+
+        Args:
+            sinks: by group. tails: by group, the tokens after the pages, in order; empty: there are none.
+        """
+        for number, group in enumerate(self.groups):
+            group.counters[0, :, slot] = length
+            group.counters[1, :, slot] = paged[group.paging]
+            for window, new in zip(group.windows[:2], sinks[number], strict=True):
+                window[:, slot, :, : new.shape[2]] = new
+            for window, new in zip(group.windows[2:], tails[number] if tails else (), strict=bool(tails)):
+                first, ring = paged[group.paging], window.shape[3]
+                places = torch.arange(first, first + new.shape[2], device=window.device) % max(ring, 1)
+                window[:, slot].index_copy_(2, places, new)
 
     # ---- counting -------------------------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated here. The layers' parameters belong to the model's calibration and are not counted."""
+        """Bytes allocated here. The layers' parameters belong to the model's calibration, and attached blocks to others:
+        they are not counted."""
         sizes = {}
         for state in self.states:
-            for tensor in state._replace(parameters=[]).tensors():
+            for tensor in state._replace(parameters=[], pool=state.pool[:1]).tensors():
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr(), tensor.device] = storage.nbytes()
-        return sum(sizes.values())
+        return sum(sizes.values()) + sum(group.starts.nbytes for group in self.groups)
 
     @property
     def lost(self) -> int:

@@ -44,6 +44,16 @@ class StoredTokens(NamedTuple):
         """All tensors that have memory on the device."""
         return [*self.blocks, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
 
+    def first(self, count: int, spec: LayerSpec) -> StoredTokens:
+        """The first `count` tokens of each row, which has as many. Pages are not copied: there must be whole ones, or all of
+        them and a part of the tail."""
+        paged = [min(tokens, max(count - spec.sink, 0)) for tokens in self.paged]
+        ends = [max(count - spec.sink - tokens, 0) for tokens in paged]
+        table = self.table[:, : -(-max(paged, default=0) // spec.page_size)]
+        sinks = [(k[:, :count], v[:, :count]) for k, v in self.sinks]
+        tails = [(k[:, :end], v[:, :end]) for (k, v), end in zip(self.tails, ends, strict=True)]
+        return StoredTokens(self.blocks, table, paged, sinks, tails)
+
     def to(self, device: torch.device) -> StoredTokens:
         """The same tokens on this device; what is there already is not copied."""
         if all(tensor.device == device for tensor in self.tensors()):
@@ -54,12 +64,15 @@ class StoredTokens(NamedTuple):
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page: int = 0) -> StoredTokens:
+def take_tokens(
+    store: PagedStore, rows: Sequence[int] | None = None, first_page: int = 0, holding: Holding | None = None
+) -> StoredTokens:
     """Copy the tokens of a store. Waits for the device.
 
     Args:
         rows: which rows; `None`: all.
         first_page: pages before it are left out of `blocks`, and `table` begins with it.
+        holding: holds the pages, which are not copied then. Only full ones stay as they are.
     """
     state, spec = store.state, store.spec
     rows = range(store.batch_size) if rows is None else rows
@@ -67,7 +80,15 @@ def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page
     paged = [all_paged[row] for row in rows]
     counts = [max(-(-tokens // spec.page_size) - first_page, 0) for tokens in paged]
     used = [table[row, first_page : first_page + count] for row, count in zip(rows, counts, strict=True)]
-    ids, places = torch.unique(torch.cat(used), return_inverse=True)
+    if holding is None:
+        ids, places = torch.unique(torch.cat(used), return_inverse=True)
+        blocks = [read_pages(state.pool, ids.to(store.device))]
+    else:
+        places, blocks = torch.cat(used), list(state.pool)
+        held = torch.zeros(store.num_pages, dtype=torch.bool)
+        held[places] = True
+        masks = [mask_of(part.numpy()) for part in held.split([len(block) for block in blocks])]
+        store.holding.share([holding], [(block, mask) for block, mask in zip(blocks, masks, strict=True) if mask])
     out = torch.zeros(len(paged), max(counts), dtype=torch.int64)
     for row, part in enumerate(places.split(counts)):
         out[row, : len(part)] = part
@@ -78,7 +99,7 @@ def take_tokens(store: PagedStore, rows: Sequence[int] | None = None, first_page
         sink = slice(min(lengths[row], spec.sink))
         sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
         tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
-    return StoredTokens([read_pages(state.pool, ids.to(store.device))], out, paged, sinks, tails)
+    return StoredTokens(blocks, out, paged, sinks, tails)
 
 
 class _Places(NamedTuple):

@@ -102,7 +102,8 @@ def test_both_passes_read_windows_from_these_positions(monkeypatch):
     expected = [[first, first + 1023] if first else None for first in firsts]  # None: models count from 0 themselves
     for first in firsts:
         expected += [[at, at + 127] if first else None for at in range(first, first + 1024, 128)]
-    assert seen == expected and any(seen)
+    assert seen == expected
+    assert any(seen)
     assert made.source[0]["positions"] == max(firsts) + 1024
     ids = torch.tensor([words[:64]])
     near, far = (forward(ids, position_ids=torch.arange(64)[None] + first).logits for first in (0, 4000))

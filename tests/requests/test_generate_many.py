@@ -774,10 +774,11 @@ def test_more_tokens_than_the_model_has_positions_are_refused(model):
             assert f"a row of this pool may hold {most + 2} tokens" in result.error
 
 
-def test_the_code_of_the_page_runs(model, capsys, monkeypatch):
+def test_the_code_of_the_page_runs(model, capsys, monkeypatch, tmp_path):
     """All blocks of docs/many-requests.md. tests/package/test_examples.py runs those of docs/server.md."""
     for loader, what in ((AutoModelForCausalLM, model), (AutoTokenizer, letters())):
         monkeypatch.setattr(loader, "from_pretrained", lambda *_, what=what, **__: what)
+    monkeypatch.chdir(tmp_path)
     text = (Path(__file__).resolve().parents[2] / "docs" / "many-requests.md").read_text(encoding="utf-8")
     known = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):

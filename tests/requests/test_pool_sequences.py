@@ -20,7 +20,7 @@ FAST, ALL = 120, 5000
 
 def explore(kind: str, count: int) -> int:
     """Run sequences that TEST_SEED and the kind decide. How many rows began with a shared prefix."""
-    ran = hits = 0
+    ran = hits = attached = 0
 
     @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} pool {kind}".encode()))
     @hypothesis.settings(
@@ -28,15 +28,17 @@ def explore(kind: str, count: int) -> int:
     )
     @hypothesis.given(sequences())
     def holds(sequence):
-        nonlocal ran, hits
+        nonlocal ran, hits, attached
         ran += 1
         machine = Machine(kind)
         machine.run(sequence)
         hits += machine.hits
+        attached += machine.attached
 
     holds()
-    print(f"{ran} sequences of {kind}, {hits} rows with a prefix")
+    print(f"{ran} sequences of {kind}, {hits} rows with a prefix, {attached} with a kept text or a cache")
     assert ran >= count
+    assert attached > 0
     return hits
 
 
@@ -68,6 +70,11 @@ def test_as_many_beginnings_are_kept_as_there_is_room_for(most):
 
 #: what random sequences seldom come to
 KEPT = {
+    "a kept text is gone, and an empty slot's table has named its pages": [
+        Operation("enter", 0, 40), Operation("enter", 0, 136), Operation("enter", 0, 168), Operation("end", 0, 1),
+        Operation("kept text", 0, 4), Operation("chunk", 0, 64), Operation("end", 2, 1), Operation("make room", 0, 1),
+        Operation("step", 0, 1),
+    ],
     "a prefix is used, dropped and its row goes on": [
         Operation("enter", 1, 110), Operation("chunk", 1, 110), Operation("keep", 0, 1), Operation("end", 0, 1),
         Operation("enter", 1, 110), Operation("make room", 0, 4), Operation("chunk", 1, 100), Operation("step", 1, 3),

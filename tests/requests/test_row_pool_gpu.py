@@ -14,9 +14,11 @@ from cases import FORMATS, cache_of, tiny_models
 from pool_cases import Collected, poison, read, steps_on
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_contents import take
 from hf_lowbit_kv.requests import paged_calls
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
+from hf_lowbit_kv.storage.shared_pages import Holding
 
 pytestmark = [pytest.mark.gpu]
 
@@ -115,6 +117,53 @@ def test_forks_and_prefixes(model, backend):
         logits = steps.decode([fork, behind])
         close(logits[fork.slot], wanted[step + 1])
         close(logits[behind.slot], wanted[step + 1])
+
+
+@pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
+def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, backend, preset):
+    """Blocks come and go between recorded steps. The caches go on too, into other pages."""
+    window = {"residual": 128, "page_size": 128, "backend": backend}
+    texts = [torch.randint(3, 160, (length,)) for length in (700, 500)]
+    tokens = torch.randint(3, 160, (60,))
+    caches = [lb.from_preset(preset, model, max_cache_len=1024, **window) for _ in texts]
+    wanted = [
+        alone(model, lb.from_preset(preset, model, max_cache_len=1024, **window), text, tokens)[1:] for text in texts
+    ]
+    with torch.no_grad():
+        for cache, text in zip(caches, texts, strict=True):
+            model(text[None].cuda(), past_key_values=cache)
+    steps = steps_on(model, preset, slots=3, tokens=4096, max_length=1024, **window)
+    pool = steps.pool
+
+    def enter(which):
+        holding = Holding()
+        contents = take(caches[which], holding)
+        return pool.enter(1024, pool.kept([contents.layers[index] for index in sorted(contents.layers)]))
+
+    def go_on(rows, first, count):
+        for step in range(first, first + count):
+            for row in rows.values():
+                steps.newest[row.slot] = tokens[step].cuda()
+            logits = steps.decode(list(rows.values()))
+            for which, row in rows.items():
+                close(logits[row.slot], wanted[which][step])
+
+    (ledger,) = pool.ledgers.values()
+    rows = {0: enter(0), 1: enter(1)}
+    assert ledger.free == ledger.count
+    go_on(rows, 0, 30)
+    steps.leave(rows.pop(0))
+    assert len(ledger.blocks) == 1
+    go_on(rows, 30, 10)
+    with torch.no_grad():
+        for cache in caches:
+            cache.crop(-300)
+            model(torch.randint(3, 160, (1, 400)).cuda(), past_key_values=cache)
+    poison(pool)
+    go_on(rows, 40, 20)
+    assert all(recorder.count == 1 for recorder in steps._recorders.values()), "every size is recorded once"
+    steps.leave(rows.pop(1))
+    assert not ledger.blocks
 
 
 # ---- near-ties ----------------------------------------------------------------------------------------------------------

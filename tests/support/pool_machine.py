@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from pool_cases import poison
 
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.requests.row_pool import Row, RowPool
+from hf_lowbit_kv.cache.cache_contents import LayerContents, whole_pages
+from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.shared_pages import Holding
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.stored_tokens import take_tokens
 
 HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
 #: by name, the specs of the layers
@@ -29,7 +32,10 @@ KINDS = {
     "open page": ["int8-token|int8-token|8|0|32"],
     "two windows": ["int4-channel|int4-token|32|32|32", "int8-token|int8-token|0|0|64"],
 }
-OPERATIONS = ("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room")
+OPERATIONS = (
+    *("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room"),
+    *("kept text", "cache", "change the cache"),
+)
 
 
 class Operation(NamedTuple):
@@ -57,9 +63,16 @@ class Machine:
         self.texts: dict[Row, list[int]] = {}
         self._stories: dict[Row, list[int]] = {}
         """what chunks of a row bring; steps bring other tokens"""
-        self.hits = 0
+        self.hits = self.attached = 0
+        """rows that began with a shared prefix, and with a kept text or a cache"""
         generator = torch.Generator().manual_seed(5)
         self._table = torch.randn(2, 8, HEADS, HEAD_DIM, generator=generator)
+        self._cached = [[0] * 20 + [which] * 180 for which in (0, 1)]
+        #: by text, stores of the layers; they change while rows read their pages
+        self._caches = [
+            self._stored(ids, capacity) for ids, capacity in zip(self._cached, (None, 2 * LONGEST), strict=True)
+        ]
+        self._kept = [[self._contents(store) for store in stores] for stores in self._caches]
         poison(self.pool)
 
     def run(self, operations: list[Operation]) -> None:
@@ -70,6 +83,8 @@ class Machine:
             self._leave(row)
         self.prefixes.clear()
         assert all(ledger.free == ledger.count for ledger in self.pool.ledgers.values())
+        assert not any(ledger.blocks for ledger in self.pool.ledgers.values()), "nobody holds kept texts any more"
+        assert all(len(state.pool) == 1 for state in self.pool.memory.states)
         assert self.pool.memory.lost == 0
 
     def run_one(self, operation: Operation) -> None:
@@ -93,10 +108,52 @@ class Machine:
             if self.pool.free_slots:
                 self.prefixes.make_room(missing)
             return
-        row = self.pool.enter(limit, prefix)
+        self._begin(limit, ids, prefix)
         self.hits += prefix is not None
-        self.texts[row], self._stories[row] = ids[:shared], ids
+
+    def _begin(self, limit: int, ids: list[int], prefix: Prefix | None) -> None:
+        row = self.pool.enter(limit, prefix)
+        self.texts[row], self._stories[row] = ids[: row.length], ids
         self.check(row)
+
+    def _kept_text(self, operation: Operation) -> None:
+        """A row goes on from a text that is kept elsewhere, from some page or some token of its window on."""
+        self._go_on([0] * 20 + [operation.which % 2] * 180, self._kept[operation.which % 2], operation.amount)
+
+    def _cache(self, operation: Operation) -> None:
+        """A row goes on from the present contents of a cache, which may change later."""
+        which, holding = operation.which % 2, Holding()
+        contents = [self._contents(store, holding) for store in self._caches[which]]
+        self._go_on(self._cached[which], contents, operation.amount)
+
+    def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
+        paged = [(x.spec, x.tokens.paged[0]) for x in contents]
+        match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
+        in_tail = match == len(ids) or match > max(spec.sink + count for spec, count in paged)
+        tokens = match if in_tail else whole_pages(paged, match)
+        if not tokens or not self.pool.free_slots:
+            return
+        parts = [x._replace(tokens=x.tokens.first(tokens, x.spec)) for x in contents]
+        before = [block.clone() for x in parts for block in x.tokens.blocks]
+        limit, prefix = min(tokens + amount, LONGEST), self.pool.kept(parts)
+        if self.pool.missing(limit, self.pool.shared_by(prefix)) > 0:
+            self.pool.detach()
+            return
+        self._begin(limit, ids[:tokens] + [amount % 8] * amount, prefix)
+        self.attached += 1
+        after = [block for x in parts for block in x.tokens.blocks]
+        assert all(map(torch.equal, before, after))
+
+    def _change_the_cache(self, operation: Operation) -> None:
+        """Other tokens in the place of those that rows read."""
+        which = operation.which % 2
+        self._cached[which] = [0] * 20 + [operation.amount % 8] * operation.amount
+        keys, values = self._numbers(self._cached[which], 0)
+        for store in self._caches[which]:
+            store.reset()
+            ops.append(Chunk(None, keys, values), store, "cpu")
+        for row in self.pool.rows:
+            self.check(row)
 
     def _chunk(self, operation: Operation) -> None:
         row = self._row(operation.which)
@@ -149,6 +206,23 @@ class Machine:
 
     def _make_room(self, operation: Operation) -> None:
         self.prefixes.make_room(operation.amount % 5)
+
+    # ---- texts that are kept elsewhere ----------------------------------------------------------------------------
+
+    def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
+        """By layer, a store of one row with these tokens."""
+        stores = []
+        for layer in self.layers:
+            store = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity)
+            store.reserve(2 * LONGEST)
+            ops.append(Chunk(None, *self._numbers(ids, 0)), store, "cpu")
+            stores.append(store)
+        return stores
+
+    def _contents(self, store: PagedStore, holding: Holding | None = None) -> LayerContents:
+        """What a store holds: a copy, or its own pages."""
+        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, holding=holding)
+        return LayerContents(store.spec, tokens, *sizes, tokens.lengths[0], 0, "packed", [])
 
     # ---- storing and checking -------------------------------------------------------------------------------------
 
@@ -215,7 +289,11 @@ class Machine:
             for kept in self.prefixes.kept():
                 holders.update(kept.pages.get(paging, []))
             assert all(ledger.holders(page) == holders[page] for page in range(ledger.count))
-            assert ledger.free == ledger.count - len(holders)
+            assert ledger.free == ledger.count - sum(page < ledger.count for page in holders)
+            of_blocks = Counter(ledger.block_of(page) for page in holders.elements())
+            assert all(block.holders == of_blocks[block] > 0 for block in ledger.blocks)
+            assert len(ledger.blocks) == len(of_blocks) - (None in of_blocks)
             specs = [layer.spec for layer in self.layers if layer.paging == paging]
-            promised = sum(specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
+            missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
+            promised = sum(max(pages, 0) for pages in missing)  # a kept text's pages may reach further
             assert promised <= ledger.free, "every row gets the pages that it was promised"

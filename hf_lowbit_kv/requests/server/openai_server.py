@@ -23,6 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
+from ..kept_prompts import PromptStore
 from ..request_loop import RequestLoop
 from ..result import described
 from .clients import Clients, SlowClients
@@ -189,6 +190,7 @@ def serve(
     max_waiting: int = MOST_WAITING,
     chunk_size: int = 2048,
     share_prefixes: bool = True,
+    prefixes: PromptStore | None = None,
     served_model_name: str | None = None,
     api_key: str | None = None,
     allow_origins: Sequence[str] = (),
@@ -200,12 +202,14 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Raises:
-        ValueError: the address cannot be listened to, e.g. because another server does. Nothing is loaded then.
+        ValueError: the address cannot be listened to, e.g. because another server does. Nothing is loaded then. Or as for
+            `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
         name: hub name or folder. memory, max_rows, share_prefixes: see `generate_many`; chunk_size: its
             `prefill_chunk_size`.
+        prefixes: see `RequestLoop`.
         max_waiting: requests that may wait for a row; others get HTTP 429.
         served_model_name: the model's id for clients; `None`: see `served_name`. api_key, allow_origins: see `build_app`.
         say: called with one line when the server is ready.
@@ -226,6 +230,7 @@ def serve(
             max_rows=max_rows,
             chunk_size=chunk_size,
             share_prefixes=share_prefixes,
+            prefixes=prefixes,
             cache_options=cache_options,
         )
         stack.callback(requests.stop)
