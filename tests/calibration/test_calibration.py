@@ -75,7 +75,7 @@ def test_what_is_made(model, calibration):
     # the factors, from a plain pass over the same windows
     windows = Tokens(TEXTS, Tokenizer()).draw(8, 256, 0, "cpu", least=256).windows
     firsts = first_positions(model, 8, 256, 0)
-    assert len(set(firsts)) == 8
+    assert len(set(firsts)) == 5  # 0 and four others
     largest = torch.zeros(2, 2, 64)
     for window, first in zip(windows, firsts, strict=True):
         cache = DynamicCache(config=model.config)
