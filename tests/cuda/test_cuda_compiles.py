@@ -125,7 +125,10 @@ KNOWN = {
     ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 120,
     ("sm_90", "dense", 128, 4, "attend"): 108,
     ("sm_90", "eigen-2-trellis", 128, 4, "attend"): 32,
-    # keys of 192 channels, values of 128
+    # wide heads, with more query rows than a decode step has; in which loop was not looked at
+    ("sm_120", "int8", 512, 2, "attend"): 16,
+    ("sm_120", "int8", 192, 4, "attend"): 88,
+    ("sm_90", "kivi-4", 192, 2, "attend"): 152,
     ("sm_90", "int8", 192, 4, "attend"): 48,
     ("sm_90", "int6", 192, 4, "attend"): 80,
     ("sm_90", "fp8", 192, 4, "attend"): 64,

@@ -181,6 +181,7 @@ ONE_SIZE = ("int2-token", "int8-channel", "boosted2-r0", "boosted2-r1")
         if not (name == "int8-token-g32" and head_dim == 80)  # groups of 32 do not divide it
     ]
     + [("fp8", 64), ("fp8", 80), ("fp8", 96)]
+    + [("int4-channel", 192), ("int8-token", 512), ("boosted2-r0.125", 512)]
     + [
         ("static-44422000", 64),
         ("static-64332222", 128),
