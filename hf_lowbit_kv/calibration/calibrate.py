@@ -56,10 +56,10 @@ def calibrate(
         length: tokens of a window. `None`: the length that the presets want, which is 512, or 4096 for `eigen-*`.
         seed: seed of all random choices.
         per_head: whether each KV head gets its own codebook. `None`: one codebook for each layer.
-        gradients: whether to compute gradients for presets that weigh errors by them (`eigen-*`). The model then reads
+        gradients: whether to compute gradients for presets that weight errors by them (`eigen-*`). The model then reads
             further windows: 8 on a CPU or 32 on a GPU, of 1024 tokens; fewer and shorter ones if `samples` and `length`
-            ask for that (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
-        attention: whether to compute attention for presets that weigh tokens by it (`eigen-*`). Windows of fewer than
+            say so (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
+        attention: whether to compute attention for presets that weight tokens by it (`eigen-*`). Windows of fewer than
             1024 tokens are not weighted, and a warning says so.
         offload: save GPU memory. Kept tokens are stored in CPU memory. Gradients are computed layer by layer, and each
             layer is computed twice. The calibration is the same up to rounding and takes somewhat longer.

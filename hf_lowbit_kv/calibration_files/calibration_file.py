@@ -195,7 +195,7 @@ class Calibration:
         for name in sorted(changed):
             if len(parts := name.split(".")) == 5 and (later := behind.get(tuple(parts[:4]))) is not None:
                 raise ValueError(
-                    f"{name} would change, and {later} was made behind the one that is there: calibrate the presets of both "
+                    f"{name} would change, and {later} was made with the present one: calibrate the presets of both "
                     "together, or write another file"
                 )
 
