@@ -109,9 +109,9 @@ def calibrate(
             shown("gradients", 0, len(watched) * count)
             for number, (page_size, sides) in enumerate(watched.items()):
                 see = functools.partial(plan.see_gradients, page_size)
-                told = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
+                notify = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
                 differentiation.read_gradients(
-                    *(model, extra.windows, plan.sizes, sides, see, seed, told, page_size, offload),
+                    *(model, extra.windows, plan.sizes, sides, see, seed, notify, page_size, offload),
                     first_positions(model, len(extra.windows), extra.length, seed),
                 )
         shown("fitting", 0, len(plan.sizes))
