@@ -63,8 +63,8 @@ def mmlu(**_: Any) -> Splits:
     cases = [case for case in map(json.loads, lines) if case["correct_answer"] in "ABCD"]
     # the data are sorted by subject, so equal steps reach all subjects
     questions = cases[::MMLU_EVERY]
-    behind = cases[1::MMLU_EVERY]
-    shown = behind[:: len(behind) // MMLU_SHOTS][:MMLU_SHOTS]
+    following = cases[1::MMLU_EVERY]
+    shown = following[:: len(following) // MMLU_SHOTS][:MMLU_SHOTS]
     examples = "".join(f"{_mmlu_question(case)} {case['correct_answer']}\n\n" for case in shown)
     return _test(
         [

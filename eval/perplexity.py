@@ -114,9 +114,9 @@ class Scores:
         out."""
         rows = []
         for low, high in itertools.pairwise(edges):
-            here = (self["position"] >= low) & (self["position"] < high)
-            if here.any():
-                kl, top1 = float(self["kl"][here].mean()), float(self["agrees"][here].mean())
+            inside = (self["position"] >= low) & (self["position"] < high)
+            if inside.any():
+                kl, top1 = float(self["kl"][inside].mean()), float(self["agrees"][inside].mean())
                 rows.append({"from": low, "to": high, "kl": kl, "top1": top1})
         return rows
 

@@ -89,10 +89,10 @@ def wide_console() -> Console:
 
 def _formats(preset: Any) -> dict[str, str]:
     try:
-        found = get_preset(preset)
+        known_preset = get_preset(preset)
     except (ValueError, TypeError):
         return {}
-    return {"keys": found.key_format, "values": found.value_format}
+    return {"keys": known_preset.key_format, "values": known_preset.value_format}
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:

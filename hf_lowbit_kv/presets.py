@@ -280,8 +280,8 @@ def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str
     elif any(dataclasses.replace(spec, page_size=wanted.page_size) == wanted for spec in plain):
         return None
     stored = f"keys {str(plain[0].key_format)!r}, values {str(plain[0].value_format)!r}, sink {plain[0].sink}"
-    asked = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
-    return f"preset={name!r} ({stored}), not of preset={preset!r} ({asked})"
+    requested = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
+    return f"preset={name!r} ({stored}), not of preset={preset!r} ({requested})"
 
 
 def preset_names() -> list[str]:

@@ -150,10 +150,10 @@ def _fields(fmt, head_dim: int, group: int) -> tuple[CodeField, ...]:
 
 
 def _extract_asm(shift: int, mask: int) -> str:
-    both = f"{mask << 16 | mask:#010x}"
+    mask_pair = f"{mask << 16 | mask:#010x}"
     if shift == 0:
-        return f"and.b32 $0, $1, {both};"
-    return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, {both}; }}"
+        return f"and.b32 $0, $1, {mask_pair};"
+    return f"{{ .reg .b32 t; shr.b32 t, $1, {shift}; and.b32 $0, t, {mask_pair}; }}"
 
 
 def _dequantize_asm(shift: int, mask: int) -> str:

@@ -146,10 +146,10 @@ def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P:
         # tiles by 0. Shifting words by a variable would move them through shared memory, a plane at a time.
         part, value = None, 0.0  # of a code's lowest bit
         for tile in tl.static_range(P.page_size // BLOCK_N):
-            here = n0 == tile * BLOCK_N
+            in_tile = n0 == tile * BLOCK_N
             code = _extract(words, tile * PLANES + j, P).to(q.dtype)
-            part = query_dot(tl.where(here, q, 0.0), code, part, T)
-            value = tl.where(here, TWO_24 / P.factors[tile * PLANES + j], value)
+            part = query_dot(tl.where(in_tile, q, 0.0), code, part, T)
+            value = tl.where(in_tile, TWO_24 / P.factors[tile * PLANES + j], value)
         parts = parts + (part * (value * unit),)
     return _side_by_side(parts, PLANES, T)
 
@@ -168,12 +168,12 @@ def _side_by_side(parts, COUNT: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _pair(a, b, T: tl.constexpr):
-    both = tl.join(a, b)
+    pair = tl.join(a, b)
     if T == 1:
-        both = tl.reshape(tl.permute(both, (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+        pair = tl.reshape(tl.permute(pair, (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
     else:
-        both = tl.reshape(tl.permute(both, (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
-    return both
+        pair = tl.reshape(tl.permute(pair, (2, 0, 1)), (2 * a.shape[0], a.shape[1]))
+    return pair
 
 
 @triton.jit

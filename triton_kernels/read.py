@@ -59,17 +59,17 @@ def _copy_window(
     rows = (out + place.to(tl.int64) * D)[:, None] + channel
     keep = keep[:, None] & (channel < D)
     if SINK > 0:
-        here = keep & (number < SINK)[:, None]
-        x = tl.load((sink + (bh * SINK + number) * D)[:, None] + channel, mask=here, other=0.0)
-        tl.store(rows, x, mask=here)
+        selected = keep & (number < SINK)[:, None]
+        x = tl.load((sink + (bh * SINK + number) * D)[:, None] + channel, mask=selected, other=0.0)
+        tl.store(rows, x, mask=selected)
     if TAIL > 0:
-        here = keep & ((number >= SINK) & (number < SINK + TAIL))[:, None]
-        x = tl.load((tail + (bh * TAIL + source % TAIL) * D)[:, None] + channel, mask=here, other=0.0)
-        tl.store(rows, x, mask=here)
+        selected = keep & ((number >= SINK) & (number < SINK + TAIL))[:, None]
+        x = tl.load((tail + (bh * TAIL + source % TAIL) * D)[:, None] + channel, mask=selected, other=0.0)
+        tl.store(rows, x, mask=selected)
     if HAS_CHUNK:
-        here = keep & (number >= SINK + TAIL)[:, None]
-        x = tl.load((chunk + source.to(tl.int64) * stride_s)[:, None] + channel * stride_d, mask=here, other=0.0)
-        tl.store(rows, x, mask=here)
+        selected = keep & (number >= SINK + TAIL)[:, None]
+        x = tl.load((chunk + source.to(tl.int64) * stride_s)[:, None] + channel * stride_d, mask=selected, other=0.0)
+        tl.store(rows, x, mask=selected)
 
 
 @triton.jit

@@ -89,14 +89,14 @@ def _gain(channel, P: tl.constexpr):
 def _plane(words, valid, channel, i: tl.constexpr, which: tl.constexpr, P: tl.constexpr):
     """A plane's bits of group i's codes, at their place in the code, int32 `[N, padded]`; 0 in other groups."""
     WIDTH: tl.constexpr = P.plane_width[i][which]
-    here = channel // P.group == i
-    column = tl.where(here, channel - i * P.group + P.plane_first[i][which], 0)
-    codes = (valid & here).to(tl.int32) * 0
+    in_group = channel // P.group == i
+    column = tl.where(in_group, channel - i * P.group + P.plane_first[i][which], 0)
+    codes = (valid & in_group).to(tl.int32) * 0
     for n in tl.static_range(len(P.widths)):
         if P.widths[n] == WIDTH:
-            word = tl.load(words + P.before[n] + column % P.words[n], mask=valid & here, other=0)
+            word = tl.load(words + P.before[n] + column % P.words[n], mask=valid & in_group, other=0)
             field = (word.to(tl.int32) >> (column // P.words[n] * WIDTH)) & ((1 << WIDTH) - 1)
-            codes += tl.where(here, field << P.plane_shift[i][which], 0)
+            codes += tl.where(in_group, field << P.plane_shift[i][which], 0)
     return codes
 
 
@@ -250,17 +250,17 @@ def _store_plane(
             for which in tl.static_range(2):
                 if which < P.count[i] and P.plane_width[i][which] == WIDTH:
                     at = column - P.plane_first[i][which]
-                    here = (at >= 0) & (at < P.group)
-                    channel = tl.where(here, at + i * P.group, channel)
-                    shift = tl.where(here, P.plane_shift[i][which], shift)
+                    in_group = (at >= 0) & (at < P.group)
+                    channel = tl.where(in_group, at + i * P.group, channel)
+                    shift = tl.where(in_group, P.plane_shift[i][which], shift)
         rest, _ = _rest(record, source, token, channel, keep, HAS_ORDER, TAIL, P)
         if P.token_scale:
             rest = tl.math.div_rn(rest, tl.zeros_like(rest) + scale)
         half, most = channel.to(tl.float32) * 0.0, channel.to(tl.float32) * 0.0
         for i in tl.static_range(len(P.bits)):
-            here = channel // P.group == i
-            half = tl.where(here, (1 << P.bits[i]) * 0.5, half)
-            most = tl.where(here, (1 << P.bits[i]) - 1.0, most)
+            in_group = channel // P.group == i
+            half = tl.where(in_group, (1 << P.bits[i]) * 0.5, half)
+            most = tl.where(in_group, (1 << P.bits[i]) - 1.0, most)
         code = tl.minimum(tl.maximum(tl.floor(rest) + half, 0.0), most).to(tl.int32)
         packed = packed | (((code >> shift) & ((1 << WIDTH) - 1)) << (j * WIDTH))
     target = page.to(tl.pointer_type(tl.int16)) + number[:, None] * P.row_words + P.before[n] + word

@@ -53,10 +53,10 @@ def _key_plane(page, token, channel, keep, i: tl.constexpr, which: tl.constexpr,
     WIDTH: tl.constexpr = P.plane_width[i][which]
     lane = 4 * ((token >> 2) & 7) + ((channel >> 1) & 3)
     field = 16 * (channel & 1) + 8 * (token & 1) + 4 * ((token >> 1) & 1)
-    here = channel // P.group == i
-    at = P.plane_at[i][which] + tl.where(here, (channel - i * P.group) // 8, 0) * WIDTH
-    field_codes = _load(page, token, lane, at // 4, field + at % 4, keep & here, P) & ((1 << WIDTH) - 1)
-    return tl.where(here, field_codes << P.plane_shift[i][which], 0)
+    in_group = channel // P.group == i
+    at = P.plane_at[i][which] + tl.where(in_group, (channel - i * P.group) // 8, 0) * WIDTH
+    field_codes = _load(page, token, lane, at // 4, field + at % 4, keep & in_group, P) & ((1 << WIDTH) - 1)
+    return tl.where(in_group, field_codes << P.plane_shift[i][which], 0)
 
 
 @triton.jit

@@ -90,11 +90,11 @@ def _speeds(path: Path) -> dict[str, float]:
 
 def accuracy(context: int, path: Path = MODELS) -> dict[str, dict[str, Any]]:
     """For each preset and peer, its newest records of `MEASURED` at this length: by text."""
-    found: dict[str, dict[str, Any]] = {}
+    by_preset: dict[str, dict[str, Any]] = {}
     for record in current_records(path):
         if (record["model"], record["context"]) == (MEASURED, context):
-            found.setdefault(record["preset"], {})[record["text"]] = record
-    return found
+            by_preset.setdefault(record["preset"], {})[record["text"]] = record
+    return by_preset
 
 
 def mean(records: Mapping[str, Any], key: str) -> float:

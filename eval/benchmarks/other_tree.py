@@ -144,9 +144,9 @@ def _archive(commit: str) -> bytes:
     try:
         done = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        output = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
         raise ValueError(
-            f"against={commit!r} is neither a folder with {' and '.join(FOLDERS)} nor a commit: {said}"
+            f"against={commit!r} is neither a folder with {' and '.join(FOLDERS)} nor a commit: {output}"
         ) from None
     return done.stdout
 

@@ -61,14 +61,14 @@ class Shape(NamedTuple):
 
     def words(self) -> str:
         """The shape for readers. 4 query heads for each KV head and head_dim 128 are left out."""
-        said = [f"batch {self.batch}"]
+        words_shown = [f"batch {self.batch}"]
         lengths = [tokens for tokens in (self.shortest, self.tokens) if tokens is not None]
-        said.append(" to ".join(f"{x // 1024}k" if x >= 1024 else str(x) for x in lengths) + " tokens")
+        words_shown.append(" to ".join(f"{x // 1024}k" if x >= 1024 else str(x) for x in lengths) + " tokens")
         if (each := self.heads // self.kv_heads) != 4:
-            said.append(f"{each} query heads for each KV head")
+            words_shown.append(f"{each} query heads for each KV head")
         if self.head_dim is not None:
-            said.append(f"head_dim {self.head_dim}" + (f" and {self.head_dim_v}" if self.head_dim_v else ""))
-        return ", ".join(said)
+            words_shown.append(f"head_dim {self.head_dim}" + (f" and {self.head_dim_v}" if self.head_dim_v else ""))
+        return ", ".join(words_shown)
 
     def widths(self, head_dim: int) -> tuple[int, int]:
         """Head sizes of keys and of values. head_dim: where the shape does not say."""

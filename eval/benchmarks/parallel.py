@@ -215,13 +215,13 @@ def gathered(processes: Processes, value: Any) -> list[Any]:
 
 def timed(contender: Contender, processes: Processes, steps: int, rounds: int) -> dict[str, Any]:
     """Time of a step, and bytes on each rank."""
-    told: list[str] = []
+    reasons: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         contender.steps_ms(2)  # loads kernels, and records the step
-        told += [str(each.message) for each in caught if "cannot be recorded" in str(each.message)]
+        reasons += [str(each.message) for each in caught if "cannot be recorded" in str(each.message)]
     if contender.mode == "recorded" and recording.graphs_for(contender.model.device) is None:
-        told.append(f"a device of type {contender.model.device.type!r} has no graphs")
+        reasons.append(f"a device of type {contender.model.device.type!r} has no graphs")
     samples = [ms for _ in range(rounds) for ms in contender.steps_ms(steps)]
     with PeakMemory(contender.model.device) as peak:
         contender.steps_ms(2)
@@ -234,7 +234,7 @@ def timed(contender: Contender, processes: Processes, steps: int, rounds: int) -
         "nbytes": gathered(processes, contender.allocated_bytes()),
         "weight_bytes": gathered(processes, weights),
         "peak_bytes": gathered(processes, growth),
-        "why_eager": told[0] if told else None,
+        "why_eager": reasons[0] if reasons else None,
     }
 
 

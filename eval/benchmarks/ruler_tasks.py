@@ -115,10 +115,10 @@ def _squad(data: Any) -> tuple[list[Question], list[str]]:
         for part in parts:
             needed = index[part["context"]]
             related = [i for i in own if i != needed]
-            for asked in part["qas"]:
-                if not asked["is_impossible"]:
-                    answers = [answer["text"] for answer in asked["answers"]]
-                    questions.append(Question(asked["question"], answers, [needed], related))
+            for queried in part["qas"]:
+                if not queried["is_impossible"]:
+                    answers = [answer["text"] for answer in queried["answers"]]
+                    questions.append(Question(queried["question"], answers, [needed], related))
     return questions, docs
 
 
@@ -177,8 +177,8 @@ def needles(
         places = sorted(rng.sample(range(size), len(hidden)))
     for place, line in zip(reversed(places), reversed(hidden), strict=True):
         sentences.insert(place, line)
-    asked = rng.sample(range(keys), queries)
-    *first, last = [names[i] for i in asked]
+    queried = rng.sample(range(keys), queries)
+    *first, last = [names[i] for i in queried]
     template = _template("niah")
     if queries * values == 1:
         for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
@@ -188,7 +188,7 @@ def needles(
         context=(" " if haystack == "essay" else "\n").join(sentences),
         query=f"{', '.join(first)}, and {last}" if first else last,
     )
-    return Drawn(prompt, [secret for i in asked for secret in secrets[i]])
+    return Drawn(prompt, [secret for i in queried for secret in secrets[i]])
 
 
 def variables(rng: random.Random, size: int, _context: int) -> Drawn:

@@ -117,8 +117,8 @@ def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: i
         dataclasses.replace(candidate, calls=[behind(call) for call in candidate.calls]) for candidate in candidates
     ]
     times = time_interleaved([front, *pairs], device, rounds)
-    alone = times.pop("")
-    return {name: ms - alone for name, ms in times.items()}
+    front_ms = times.pop("")
+    return {name: ms - front_ms for name, ms in times.items()}
 
 
 def _cache_bytes(device: torch.device) -> int:

@@ -82,7 +82,7 @@ def _masks_of_chunk(
     module: torch.nn.Module, query: torch.Tensor, view: LayerView, mask: torch.Tensor | None, position_ids: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """A chunk's padding, bool `[B, S]`, and which of its tokens attend to which, if attention is not causal. Checks that the
-    chunk belongs behind what is stored."""
+    chunk belongs after the stored tokens."""
     if getattr(mask, _ALL_REAL, False):
         mask = None
     elif getattr(mask, _OF_KEYS, False):

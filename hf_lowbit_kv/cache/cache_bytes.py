@@ -63,7 +63,11 @@ def bits_in_16_bits(cache: LowBitCache) -> float:
         head_dims = store.head_dim_k, store.head_dim_v
         window, parameters = store.nbytes()["window"], sum(record.nbytes for record in store.state.parameters)
         pages = store.stored_bytes() - window - parameters
-        here, in_16 = (sum(store.spec.part_bytes(*head_dims, dtype)) for dtype in (store.dtype, torch.float16))
-        stored += pages * in_16 / here + window * torch.float16.itemsize / store.dtype.itemsize + parameters
+        page_bytes, page_bytes_16 = (
+            sum(store.spec.part_bytes(*head_dims, dtype)) for dtype in (store.dtype, torch.float16)
+        )
+        stored += (
+            pages * page_bytes_16 / page_bytes + window * torch.float16.itemsize / store.dtype.itemsize + parameters
+        )
         values += int(store.state.length.sum()) * sum(head_dims)
     return 8 * stored / values if values else 0.0

@@ -435,13 +435,13 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def reset(self) -> None:
         """Forget all tokens. A preallocated cache keeps its memory and addresses; a growing cache frees its memory."""
-        anew = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
+        to_replace = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
         # tensors that transformers made in inference mode cannot be emptied outside it
         if not torch.is_inference_mode_enabled():
-            anew += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
-        if anew:  # transformers' own reset of growing layers keeps the length in 5.17
+            to_replace += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
+        if to_replace:  # transformers' own reset of growing layers keeps the length in 5.17
             new = own_layers(self.config, self._first_packed_layer.length.capacity)
-            for index in anew:
+            for index in to_replace:
                 self.layers[index] = new[index]
         super().reset()
         self._overrun.forget()

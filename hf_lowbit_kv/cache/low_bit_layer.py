@@ -79,7 +79,7 @@ class LowBitLayer(CacheLayerMixin):
     is_croppable = True
     #: whether it is the cache's first packed layer, which makes the checks that are needed once a pass
     first_packed = False
-    #: indices of the first and the last layer that attends to the tokens of a pass; `None`: this layer alone
+    #: indices of the first and the last layer that attends to the tokens of a pass; `None`: only this layer
     readers: tuple[int, int] | None = None
     #: of a chunk of several tokens that later layers attend to, too: its padding, and which tokens see which (see
     #: `read_prompt`)

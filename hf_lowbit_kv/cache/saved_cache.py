@@ -88,8 +88,8 @@ def write(
             tensor.clone() if start in memory or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
         )
         memory.add(start)
-    said = {name: value for name, value in header.items() if name != "parameters"}
-    description = {"format": _FORMAT, "version": VERSION, **said, **described, "more": dict(more or {})}
+    fields = {name: value for name, value in header.items() if name != "parameters"}
+    description = {"format": _FORMAT, "version": VERSION, **fields, **described, "more": dict(more or {})}
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{secrets.token_hex(8)}.tmp"
     of_tensors = temporary.with_suffix(".tensors.tmp")
@@ -196,11 +196,11 @@ def opened(source: str | Path, revision: str | None = None, token: str | bool | 
     Raises:
         FileNotFoundError: there is none. ValueError: as `read_description`, or the tensors are not there.
     """
-    here, path = Path(source).exists(), _find(source, revision, token)
+    local, path = Path(source).exists(), _find(source, revision, token)
     while True:
         description = read_description(path)
         file = path.parent / description["tensors"]
-        if not here and not file.is_file():
+        if not local and not file.is_file():
             file = _of_hub(str(source), description["tensors"], revision, token)
         try:
             open_file = file.open("rb", buffering=0)
@@ -236,7 +236,7 @@ def _of_hub(repo: str, name: str, revision: str | None, token: str | bool | None
 
 def stored_tokens(description: Mapping[str, Any]) -> int:
     """Tokens of a row that a saved cache holds."""
-    return max((said["seen"] for said in description["layers"].values()), default=0)
+    return max((fields["seen"] for fields in description["layers"].values()), default=0)
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -324,13 +324,14 @@ def specs_in(description: Mapping[str, Any]) -> dict[int, LayerSpec]:
 def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> CacheContents:
     """The contents of the saved cache."""
     layers = {
-        int(index): _layer_contents(said, f"layers.{index}", tensors) for index, said in description["layers"].items()
+        int(index): _layer_contents(fields, f"layers.{index}", tensors)
+        for index, fields in description["layers"].items()
     }
     own_layers = {
         int(index): OwnContents.from_tensors(
-            said["seen"], {name: tensors[f"own.{index}.{name}"] for name in said["tensors"]}
+            fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}
         )
-        for index, said in description["own"].items()
+        for index, fields in description["own"].items()
     }
     positions = description.get("positions")
     if positions is not None:
@@ -339,22 +340,22 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
     return CacheContents(layers, own_layers, tensors.get("text"), positions, None if read is None else tuple(read))
 
 
-def _layer_contents(said: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:
+def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:
     pairs = {}
     for part in ("sink", "tail"):
-        parts = [tensors[f"{prefix}.{part}.{side}"].split(said[f"{part}s"], dim=1) for side in _SIDES]
+        parts = [tensors[f"{prefix}.{part}.{side}"].split(fields[f"{part}s"], dim=1) for side in _SIDES]
         pairs[part] = list(zip(*parts, strict=True))
     tokens = StoredTokens(
         [tensors[f"{prefix}.pages"]],
         tensors[f"{prefix}.table"].cpu().long(),
-        said["paged"],
+        fields["paged"],
         pairs["sink"],
         pairs["tail"],
     )
-    padding = [(start, tensors[name]) for start, name in said["padding"]]
-    sizes = said["heads"], tuple(said["widths"]), getattr(torch, said["dtype"])
+    padding = [(start, tensors[name]) for start, name in fields["padding"]]
+    sizes = fields["heads"], tuple(fields["widths"]), getattr(torch, fields["dtype"])
     return LayerContents(
-        LayerSpec.parse(said["spec"]), tokens, *sizes, said["seen"], said["in_tail"], said["mode"], padding
+        LayerSpec.parse(fields["spec"]), tokens, *sizes, fields["seen"], fields["in_tail"], fields["mode"], padding
     )
 
 

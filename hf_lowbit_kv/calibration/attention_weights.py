@@ -39,10 +39,10 @@ class PageGrid(NamedTuple):
     def queries(self, length: int) -> torch.Tensor:
         """The number of queries of a window that read each token packed, int64 `[length]`. It is 0 for sinks and for
         tokens of pages that are left out."""
-        behind = torch.arange(length) - self.sink
-        page = behind.div(self.page_size, rounding_mode="floor")
+        index = torch.arange(length) - self.sink
+        page = index.div(self.page_size, rounding_mode="floor")
         count = length - self.sink - self.page_size * (page + 2)
-        return torch.where((behind >= 0) & (count >= LEAST_QUERIES), count, 0)
+        return torch.where((index >= 0) & (count >= LEAST_QUERIES), count, 0)
 
     def why_not(self, length: int) -> str | None:
         """The reason why windows of `length` tokens cannot be weighted, or `None` if they can."""

@@ -56,10 +56,10 @@ def calibrate(
         length: tokens of a window. `None`: the length that the presets want, which is 512, or 4096 for `eigen-*`.
         seed: seed of all random choices.
         per_head: whether each KV head gets its own codebook. `None`: one codebook for each layer.
-        gradients: whether to compute gradients for presets that weigh errors by them (`eigen-*`). The model then reads
+        gradients: whether to compute gradients for presets that weight errors by them (`eigen-*`). The model then reads
             further windows: 8 on a CPU or 32 on a GPU, of 1024 tokens; fewer and shorter ones if `samples` and `length`
-            ask for that (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
-        attention: whether to compute attention for presets that weigh tokens by it (`eigen-*`). Windows of fewer than
+            say so (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
+        attention: whether to compute attention for presets that weight tokens by it (`eigen-*`). Windows of fewer than
             1024 tokens are not weighted, and a warning says so.
         offload: save GPU memory. Kept tokens are stored in CPU memory. Gradients are computed layer by layer, and each
             layer is computed twice. The calibration is the same up to rounding and takes somewhat longer.
@@ -109,9 +109,9 @@ def calibrate(
             shown("gradients", 0, len(watched) * count)
             for number, (page_size, sides) in enumerate(watched.items()):
                 see = functools.partial(plan.see_gradients, page_size)
-                told = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
+                notify = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
                 differentiation.read_gradients(
-                    *(model, extra.windows, plan.sizes, sides, see, seed, told, page_size, offload),
+                    *(model, extra.windows, plan.sizes, sides, see, seed, notify, page_size, offload),
                     first_positions(model, len(extra.windows), extra.length, seed),
                 )
         shown("fitting", 0, len(plan.sizes))

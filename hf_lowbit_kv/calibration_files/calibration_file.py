@@ -191,11 +191,11 @@ class Calibration:
         changed = {
             x for x, tensor in other.tensors.items() if x in stored and not torch.equal(stored[x].cpu(), tensor.cpu())
         }
-        behind = {tuple(x.split(".")[:4]): x for x in stored if x not in other.tensors and len(x.split(".")) > 5}
+        dependent = {tuple(x.split(".")[:4]): x for x in stored if x not in other.tensors and len(x.split(".")) > 5}
         for name in sorted(changed):
-            if len(parts := name.split(".")) == 5 and (later := behind.get(tuple(parts[:4]))) is not None:
+            if len(parts := name.split(".")) == 5 and (later := dependent.get(tuple(parts[:4]))) is not None:
                 raise ValueError(
-                    f"{name} would change, and {later} was made behind the one that is there: calibrate the presets of both "
+                    f"{name} would change, and {later} was made with the present one: calibrate the presets of both "
                     "together, or write another file"
                 )
 
@@ -219,9 +219,9 @@ class Calibration:
 
 def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
     """64 hexadecimal digits that identify the content of a file."""
-    said = [metadata[key] for key in ("format", "version", "model", "source")]
+    fields = [metadata[key] for key in ("format", "version", "model", "source")]
     content = [(name, digest(tensor).hex()) for name, tensor in sorted(tensors.items())]
-    return hashlib.sha256(json.dumps([said, content]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([fields, content]).encode()).hexdigest()
 
 
 class OpenFile(NamedTuple):

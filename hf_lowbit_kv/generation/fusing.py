@@ -147,8 +147,8 @@ class Fusion:
                 if reason is not None:
                     by_reason.setdefault(reason, []).append(name)
             fused = sum(reason is None for _, reason in rows)
-            said = "; ".join(f"{_shortened(names)}: {reason}" for reason, names in by_reason.items())
-            parts.append(f"{kind} {fused}/{len(rows)}" + (f" ({said})" if said else ""))
+            reasons = "; ".join(f"{_shortened(names)}: {reason}" for reason, names in by_reason.items())
+            parts.append(f"{kind} {fused}/{len(rows)}" + (f" ({reasons})" if reasons else ""))
         return ", ".join(parts) or "nothing: no piece is known"
 
 

@@ -295,9 +295,9 @@ _told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 def _tell(model: Any, reason: str) -> None:
     """Warn once why the steps of this model run eagerly."""
-    told = _told.setdefault(model, set())
-    if reason not in told:
-        told.add(reason)
+    reported = _told.setdefault(model, set())
+    if reason not in reported:
+        reported.add(reason)
         warnings.warn(
             f"the decoding step of {type(model).__name__} cannot be recorded: {reason}. It runs eagerly, which is slower; "
             "step='eager' asks for that, step='compiled' compiles it where transformers can",

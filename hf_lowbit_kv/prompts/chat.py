@@ -170,10 +170,10 @@ class Chat:
             ValueError: there is no message. RuntimeError: an answer is still being written.
         """
         self._turn.check()
-        said = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        if not said:
+        user_turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not user_turns:
             raise ValueError("there is nothing to undo: no message of the user is left")
-        del self.messages[said[-1] :]
+        del self.messages[user_turns[-1] :]
         self.finish_reason = None
 
     def _ids(self, text: str) -> torch.Tensor:
@@ -320,7 +320,7 @@ class Chat:
         """
         self._turn.check()
         self.cache.check_model(unwrap(self.model))
-        said = {
+        fields = {
             "messages": self.messages,
             "max_length": self.max_length,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -328,7 +328,7 @@ class Chat:
             "finish_reason": self.finish_reason,
         }
         header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model)))
-        saved_cache.write(Path(folder), cache_contents.take(self.cache), header, {"chat": said})
+        saved_cache.write(Path(folder), cache_contents.take(self.cache), header, {"chat": fields})
 
     @classmethod
     def load(
@@ -360,24 +360,24 @@ class Chat:
             if name in options:
                 raise ValueError(f"{name} is not allowed: a saved chat has {instead}")
         with saved_cache.opened(folder) as saved:
-            said = saved.description["more"].get("chat")
-            if said is None:
+            fields = saved.description["more"].get("chat")
+            if fields is None:
                 raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
             _check_options(unwrap(model), options)
             if max_length is not None and (stored := saved_cache.stored_tokens(saved.description)) > max_length:
                 raise ValueError(
                     f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
-                    f"max_length={said['max_length']}"
+                    f"max_length={fields['max_length']}"
                 )
-            length = _checked_length(said["max_length"] if max_length is None else max_length, model)
+            length = _checked_length(fields["max_length"] if max_length is None else max_length, model)
             cache = LowBitCache.of_saved(saved, model, max_cache_len=length, preset=preset, calibration=calibration)
         new = cls.__new__(cls)
         new.model, new.tokenizer, new.max_length = model, tokenizer, length
         new.preset = cache.preset or DEFAULT_PRESET
-        new.options = {**said["options"], **options}
-        new.chat_template_kwargs = {**said["chat_template_kwargs"], **_checked_kwargs(chat_template_kwargs)}
-        new.messages, new.cache, new._ends, new._turn = said["messages"], cache, PrefixStore(_ENDS), _Turn()
-        new.finish_reason = said.get("finish_reason")
+        new.options = {**fields["options"], **options}
+        new.chat_template_kwargs = {**fields["chat_template_kwargs"], **_checked_kwargs(chat_template_kwargs)}
+        new.messages, new.cache, new._ends, new._turn = fields["messages"], cache, PrefixStore(_ENDS), _Turn()
+        new.finish_reason = fields.get("finish_reason")
         if cache.text is not None and not new._crops:
             new._ends.add(cache, [cache.text[0].cpu()])
         return new

@@ -48,9 +48,9 @@ class PrefixStore:
         tokens = lb.generate(model, ids, max_new_tokens=256, prefixes=store)
 
     Texts match only for the same model with the same weights, and the same kind of cache (formats, window,
-    calibration). A match inside a stored text ends `residual` tokens early, at the end of a page, and the tokens behind
-    it are read again. They attend to packed pages, so a text may differ from that of a prompt that is read whole. For
-    models with sliding or recurrent layers only the exact end of a stored text matches.
+    calibration). A partial match is rounded down to a page, at least `residual` tokens before the texts diverge, and the
+    tokens after it are read again. They attend to packed pages, so a text may differ from that of a prompt that is read
+    whole. For models with sliding or recurrent layers only the exact end of a stored text matches.
 
     Args:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
@@ -104,7 +104,7 @@ class PrefixStore:
                 self._folder.clear()
 
     def load(self, cache: LowBitCache) -> int:
-        """Read texts of the folder that suit this cache, before they are asked for: as many as there is room for. Returns
+        """Read texts of the folder that suit this cache, before they are needed: as many as there is room for. Returns
         how many suitable texts are on the device then."""
         with self._lock:
             seed, device = self.key_of(cache, 0).digest, cache.model.get("looked up").device
@@ -134,13 +134,13 @@ class PrefixStore:
     def summary(self) -> Summary:
         """A table of texts, bytes and counters, as a string that notebooks show in HTML."""
         with self._lock:
-            asked = self.hits + self.misses
+            lookups = self.hits + self.misses
             folder = "none" if self._folder is None else f"{len(self._folder)} texts in {str(self._folder.path)!r}"
             rows = {
                 "texts": f"{len(self)}, {sum(len(prompt.ids) for prompt in self._prompts)} tokens",
                 "bytes": f"{self.nbytes} of {self.max_bytes}, shared pages counted once",
                 "folder": folder,
-                "hits": f"{self.hits} of {asked} lookups, {self.tokens_saved} tokens not read again",
+                "hits": f"{self.hits} of {lookups} lookups, {self.tokens_saved} tokens not read again",
                 "removed": f"{self.removed} texts, because memory was short",
             }
             return table("PrefixStore", rows)

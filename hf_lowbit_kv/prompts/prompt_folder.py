@@ -116,7 +116,7 @@ class PromptFolder:
         work = self._unnamed()
         try:
             saved_cache.write(work, contents_for([prompt]), prompt.header, more)
-            (work / saved_cache.LOCK_NAME).unlink(missing_ok=True)  # nobody else knows this folder
+            (work / saved_cache.LOCK_NAME).unlink(missing_ok=True)  # no other process uses this folder
             with contextlib.suppress(OSError):  # the text is there
                 work.rename(folder)
         finally:

@@ -58,7 +58,7 @@ def generate_many(
         requests: a list or an iterator. A request is a text, token ids, a list of messages, or a dict with one of
             `"prompt"`, `"messages"`, `"input_ids"`, optionally an `"id"`, and its own options. With `"past_key_values"`, a
             cache that holds the beginning of the prompt (such as `chat.cache`), only the rest is read; the cache does not
-            change. The iterator is asked for a request whenever a row is free. It may yield `None` while it has none.
+            change. The iterator is advanced whenever a row is free. It may yield `None` while it has none.
         preset: see `preset_names`; `None`: `kivi-4-sink`.
         tokenizer: for texts, messages and `stop_strings`; without it results have no text.
         memory: bytes of the pool (pages, windows, tables, kept prefixes), or a size such as `"24GB"`. Default: 90 % of
@@ -68,7 +68,7 @@ def generate_many(
             decoding row waits at most one chunk for its next token. Default: 2048.
         prefixes: a `PrefixStore` of prompts that other calls have read. Rows read its pages where they lie. Prompts of this
             call are added to it.
-        share_prefixes: whether prompts with the same beginning share full pages. Tokens behind a shared prefix attend
+        share_prefixes: whether prompts with the same beginning share full pages. Tokens after a shared prefix attend
             to packed pages instead of their own chunk, so a text may differ a little. With `False`, texts do not depend
             on other requests.
         as_completed: return an iterator over results in the order in which they end. Its `close()` frees all rows.
@@ -78,7 +78,7 @@ def generate_many(
         cache_options: for `from_preset`: `residual`, `backend`, ...
         **options: options of all requests; a request's own options override them. Those of `model.generate`:
             `max_new_tokens`, `do_sample`, `temperature`, `stop_strings`, `logits_processor`, `stopping_criteria`,
-            `num_return_sequences`, ... Also `seed`, which alone determines a request's random draws; `logprobs=True`;
+            `num_return_sequences`, ... Also `seed`, which determines a request's random draws; `logprobs=True`;
             `chat_template_kwargs`; `streamer` (for a single request).
 
     Returns:
@@ -146,8 +146,8 @@ def generate_many(
 
 
 def _longest_first(requests: list[Request]) -> list[Request]:
-    """Answers that may become the longest begin first, so that few rows are left to write alone at the end. Nobody sees the
-    order, except where a request has a streamer."""
+    """Answers that may become the longest begin first, so that few rows are left at the end. The order is invisible,
+    except where a request has a streamer."""
     if any(request.options.get("streamer") is not None for request in requests):
         return requests
     return sorted(requests, key=lambda request: -request.new_tokens)

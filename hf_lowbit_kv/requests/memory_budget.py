@@ -88,7 +88,7 @@ def pool_size(
 
     Args:
         memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand. Rows that do
-            not fit alone get no memory.
+            not fit by themselves get no memory.
         longest: tokens of the longest text that the model was made for, if known: no row may hold more. sinks: whether prefixes
             are kept.
 
@@ -99,18 +99,18 @@ def pool_size(
     page = max(layer.spec.page_size for layer in layers)
     # about the longest row that any division of the memory could serve; every slot has a table for it
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
-    asked = [*([max(limits)] if limits else []), *([longest] if longest else [])]
-    max_length = min([possible + page, *asked])
+    bounds = [*([max(limits)] if limits else []), *([longest] if longest else [])]
+    max_length = min([possible + page, *bounds])
     fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length)
 
     def tokens_beside(slots: int) -> int:
         return int((memory - slots * fixed) / each) // page * page
 
-    if (alone := tokens_beside(1)) < page:
+    if (single_row := tokens_beside(1)) < page:
         raise ValueError(
             f"memory={memory} bytes are too few: the 16-bit window of a row takes {fixed}, and a page {int(page * each)}"
         )
-    max_length = max(min(max_length, _room(layers, alone)), 1)
+    max_length = max(min(max_length, _room(layers, single_row)), 1)
     slots = MOST_ROWS if max_rows is None else max_rows
     if limits is None:
         slots = max(min(slots, int(memory // (fixed + EXPECTED_TOKENS * each))), 1)

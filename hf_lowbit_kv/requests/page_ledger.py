@@ -51,7 +51,7 @@ class PageLedger:
 
     @property
     def free(self) -> int:
-        """Number of pages that nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     def take(self) -> int:
@@ -89,7 +89,7 @@ class PageLedger:
         return next((block for block in self.blocks if block.key is key), None)
 
     def attach(self, key: torch.Tensor, blocks: list[torch.Tensor]) -> AttachedBlock:
-        """Number the pages of a block. Nobody holds them yet."""
+        """Number the pages of a block. They have no holder yet."""
         block = AttachedBlock(key, blocks, self._next, self.count + sum(len(each.key) for each in self.blocks))
         self._next += len(key)
         self.blocks.append(block)

@@ -178,7 +178,7 @@ class RequestLoop:
         while not self._cancelled.empty():
             ticket = self._cancelled.get()
             if ticket.request.id in self._tickets and not self._scheduler.cancel(ticket.request):
-                self._submitted.remove(ticket)  # not asked for yet
+                self._submitted.remove(ticket)  # not scheduled yet
                 self._deliver(_without_tokens(ticket.request))
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """A pool of rows: sequences that come and go, and share one block of packed pages. Rows in use are always contiguous.
 
-Rows in use stand in slots 0 to n - 1. When a row leaves, the last row moves into its slot. So a decode step of all rows
+Rows in use are in slots 0 to n - 1. When a row leaves, the last row moves into its slot. So a decode step of all rows
 runs on `state.rows(slice(0, n))`, with the kernels of an ordinary batch.
 
 A row states the largest number of tokens that it may ever hold, and enters only if pages for all of them are left. So
@@ -8,7 +8,7 @@ no row is ever preempted. It gets each page when the page is due. Until then pag
 before.
 
 A page has a number. Numbers below the pool's size name its own pages. Blocks of kept texts get higher numbers while a
-row or a prefix holds one of their pages: rows read them where they lie, and nobody writes to them.
+row or a prefix holds one of their pages: rows read them in place, and they are never written to.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Row:
     pages: dict[Hashable, list[int]] = field(default_factory=dict)
     """by paging, its pages in order"""
     paged: dict[Hashable, int] = field(default_factory=dict)
-    """by paging, tokens that were in pages when it began: more than its length tells, where that leaves the window empty"""
+    """by paging, tokens that were in pages when it began: more than its length implies, where that leaves the window empty"""
     room: int = 0
     """tokens for which its pages suffice, at least; saves looking at every page in every step"""
 
@@ -143,7 +143,7 @@ class RowPool:
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def enter(self, limit: int, prefix: Prefix | None = None) -> Row:
-        """A new row for up to `limit` tokens, in the slot behind the last one.
+        """A new row for up to `limit` tokens, in the slot after the last one.
 
         Args:
             prefix: the prefix with which the row begins.
@@ -250,7 +250,7 @@ class RowPool:
                 row.pages[paging].append(page)
 
     def full_tokens(self, row: Row, paging: Hashable) -> int:
-        """Tokens of a row that stand in full pages."""
+        """Tokens of a row that are in full pages."""
         spec = self._specs[paging]
         paged = max(spec.paged_after(row.length - spec.sink), row.paged.get(paging, 0))
         return paged // spec.page_size * spec.page_size
@@ -378,7 +378,7 @@ class RowPool:
         return sum(x.nbytes for ledger in self.ledgers.values() for x in ledger.blocks if x not in read)
 
     def detach(self) -> None:
-        """Forget the blocks that nobody holds. Pages of later blocks have other numbers in tables then."""
+        """Forget the blocks without a holder. Pages of later blocks have other numbers in tables then."""
         for paging, ledger in self.ledgers.items():
             unused = [block for block in ledger.blocks if not block.holders]
             for block in unused:

@@ -117,7 +117,7 @@ class Scheduler:
 
     Args:
         source: yields requests, `None` if there is none at the moment, or the `Result` of a request that could not be
-            read. It is asked only while a row is free.
+            read. It is advanced only while a row is free.
         chunk_size: tokens of a prompt that are read at a time; 0: all.
         prefixes: shares full pages among requests; `None`: pages are not shared.
         kept: texts that were read before; `None`: only caches of requests.

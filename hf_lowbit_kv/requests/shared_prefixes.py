@@ -19,7 +19,7 @@ from .row_pool import Prefix, Row, RowPool
 
 class _Page(NamedTuple):
     part: Prefix
-    """this page alone held; its length is that of the prefix that ends here"""
+    """holds only this page; its length is that of the prefix that ends here"""
     root: bytes
     """key of the first page of its text"""
 
@@ -35,7 +35,7 @@ class SharedPrefixes:
         self._pool, self._most_sinks = pool, most_sinks
         self._pages: OrderedDict[bytes, _Page] = (
             OrderedDict()
-        )  # ordered by last use, and a page comes behind the pages that follow it in a text
+        )  # ordered by last use, and a page comes after the pages that follow it in a text
         self._roots: dict[bytes, list] = {}  # the sinks of the beginnings of texts
 
     def _keys(self, ids: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:

@@ -404,10 +404,10 @@ class PagedStore(LayerStore):
         ids = ids.long()
         pool, first, parts = self.state.pool, 0, []
         for block in pool:
-            here = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
-            part = contents[here]
+            in_block = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
+            part = contents[in_block]
             pair, words = (block, part), (words_of(block), words_of(part))
-            parts.append((words if words[0].dtype == words[1].dtype else pair, ids[here] - first))
+            parts.append((words if words[0].dtype == words[1].dtype else pair, ids[in_block] - first))
             first += block.shape[0]
         for (block, part), place in parts:  # nothing is allocated between writes
             block[place] = part
@@ -483,7 +483,7 @@ def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     out = pool[0].new_empty((*ids.shape, *pool[0].shape[1:]))
     first = 0
     for block in pool:
-        here = (ids >= first) & (ids < first + block.shape[0])
-        out[here] = block[ids[here] - first]
+        in_block = (ids >= first) & (ids < first + block.shape[0])
+        out[in_block] = block[ids[in_block] - first]
         first += block.shape[0]
     return out

@@ -79,13 +79,13 @@ def _tables(stores: Sequence[PagedStore]) -> list[tuple[np.ndarray, np.ndarray]]
     parts: dict[tuple, list[torch.Tensor]] = {}
     for store in stores:
         parts.setdefault((store.device, store.batch_size), []).extend((store.state.page_table, store.state.paged))
-    told = {key: torch.cat(tensors, dim=1).cpu().numpy() for key, tensors in parts.items()}
-    first = dict.fromkeys(told, 0)
+    on_cpu = {key: torch.cat(tensors, dim=1).cpu().numpy() for key, tensors in parts.items()}
+    first = dict.fromkeys(on_cpu, 0)
     out = []
     for store in stores:
         key = store.device, store.batch_size
         middle = first[key] + store.pages_per_row
-        out.append((told[key][:, first[key] : middle], told[key][:, middle]))
+        out.append((on_cpu[key][:, first[key] : middle], on_cpu[key][:, middle]))
         first[key] = middle + store.num_heads
     return out
 
@@ -107,10 +107,10 @@ def _planned(store: PagedStore, table: np.ndarray, paged: np.ndarray, capacity: 
     first, number = 0, new_pages
     for place, block in enumerate(store.state.pool):
         count = len(block)
-        here = slice(first, first + count)
-        pages[0, here], pages[1, here] = place, np.arange(count)
-        if mask := mask_of(named[here]):
-            pages[2, here], pages[3, here] = len(kept) + (new_pages > 0), np.arange(number, number + count)
+        in_block = slice(first, first + count)
+        pages[0, in_block], pages[1, in_block] = place, np.arange(count)
+        if mask := mask_of(named[in_block]):
+            pages[2, in_block], pages[3, in_block] = len(kept) + (new_pages > 0), np.arange(number, number + count)
             kept.append((place, mask))
             number += count
         first += count

@@ -26,13 +26,13 @@ class StoredTokens(NamedTuple):
     blocks: list[torch.Tensor]
     """uint8 `[n, H, page_bytes]`, in the layout of the layer's spec"""
     table: torch.Tensor
-    """int64 `[B, P]` on the CPU: which of the blocks' pages, counted through, a row consists of; 0 behind its end"""
+    """int64 `[B, P]` on the CPU: page indices of each row, numbered across blocks; 0-padded"""
     paged: list[int]
-    """by row, tokens that stand in pages"""
+    """by row, tokens in pages"""
     sinks: list[Pair]
     """by row, keys and values `[H, n, D]` of its first tokens, in the model's dtype"""
     tails: list[Pair]
-    """by row, those of the tokens behind its pages, in order"""
+    """by row, those of the tokens after its pages, in order"""
 
     @property
     def lengths(self) -> list[int]:
@@ -120,8 +120,8 @@ class _Places(NamedTuple):
 def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) -> _Places:
     spec, device, lengths = store.spec, store.device, tokens.lengths
     layout = spec.page_size, spec.tail_size, tokens.table.shape, tokens.table.numpy().tobytes()
-    behind = [tail[0].shape[1] for tail in tokens.tails]
-    key = device, layout, tuple(tokens.paged), tuple(lengths), tuple(behind)
+    recent = [tail[0].shape[1] for tail in tokens.tails]
+    key = device, layout, tuple(tokens.paged), tuple(lengths), tuple(recent)
     if key not in known:
         paged, column = torch.tensor(tokens.paged)[:, None], torch.arange(tokens.table.shape[1])
         lasting = paged // spec.page_size > column
@@ -133,7 +133,7 @@ def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) 
 
         slots = [
             torch.arange(first, first + count, device=device) % max(spec.tail_size, 1)
-            for first, count in zip(tokens.paged, behind, strict=True)
+            for first, count in zip(tokens.paged, recent, strict=True)
         ]
         counts = torch.tensor([lengths, tokens.paged], dtype=torch.int32).to(device)[:, :, None]
         known[key] = _Places(lasting, pages(present), pages(present & ~lasting), slots, (counts[0], counts[1]))

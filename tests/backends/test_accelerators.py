@@ -85,10 +85,10 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     shown = choice.describe_backend(None, "torch", choice.Served(device, torch.float16, SPEC))
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
     assert choice.describe_backend("torch", "torch", choice.Served(device, torch.float16, SPEC)) == "torch"
-    for asked in ("triton", "cuda", "cpu"):
+    for name in ("triton", "cuda", "cpu"):
         monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
-        with pytest.raises(ValueError, match=f"backend='{asked}' needs .*{kind!r}"):
-            choice.choose_backend(asked, choice.Served(device, torch.float16, SPEC))
+        with pytest.raises(ValueError, match=f"backend='{name}' needs .*{kind!r}"):
+            choice.choose_backend(name, choice.Served(device, torch.float16, SPEC))
 
 
 def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
@@ -140,9 +140,9 @@ def _generate(backend: str | None = None) -> lb.LowBitCache:
 
 
 def test_a_cache_on_the_reference_warns_once_and_says_so_in_its_summary(on_mps):
-    with pytest.warns(UserWarning, match=SLOW) as told:
+    with pytest.warns(UserWarning, match=SLOW) as caught:
         cache = _generate()
-    assert [str(each.message) for each in told if SLOW in str(each.message)] == [
+    assert [str(each.message) for each in caught if SLOW in str(each.message)] == [
         "a low-bit cache runs on the slow PyTorch reference: no kernels for 'mps'. "
         "It saves memory, not time; backend='torch' asks for that without this warning"
     ]

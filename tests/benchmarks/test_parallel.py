@@ -62,9 +62,9 @@ def test_two_processes_write_one_record_a_case(tmp_path):
     for count in (1, 2):
         assert run_ranks(_rank, count, str(tmp_path), patience=180) == [0] * count
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    alone, split = records[:6], records[6:]
+    single, split = records[:6], records[6:]
     assert len(split) == 6  # one rank writes
-    for one, two in zip(alone, split, strict=True):
+    for one, two in zip(single, split, strict=True):
         assert (one["ranks"], two["ranks"]) == (1, 2)
         assert two["rows_equal"] + two["rows_near_tie"] == parallel.TEXT[0]
         assert len(two["nbytes"]) == 2

@@ -48,8 +48,8 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
     """Rows of different lengths; several pages are packed after the fork, differently in each."""
     ids, mask = left_padded(2, 100)
     options = {"page_size": 32, "residual": residual, "max_cache_len": max_cache_len}
-    cache, alone = (cache_of(model, formats, **options) for _ in range(2))
-    for each in (cache, alone):
+    cache, reference = (cache_of(model, formats, **options) for _ in range(2))
+    for each in (cache, reference):
         _read(model, each, ids, mask)
     first, second = cache.fork(2)
     texts = [torch.randint(3, 160, (2, 70)) for _ in range(3)]
@@ -61,7 +61,7 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
         assert torch.equal(_read(model, fresh, text, mask_behind), got)
     # and they hold only their own tokens now
     for each, text in zip((first, second, cache), texts, strict=True):
-        fresh = copy.deepcopy(alone)
+        fresh = copy.deepcopy(reference)
         _read(model, fresh, text, mask_behind)
         step = torch.tensor([[7], [9]])
         assert torch.equal(_read(model, fresh, step), _read(model, each, step))
@@ -164,13 +164,13 @@ def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_l
             _read(model, fork, torch.randint(3, 160, (1, 100)))
 
     for change, of_fork in itertools.product((reset, crop, crop_and_fork), (True, False)):
-        cache, alone = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
+        cache, reference = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
         fork = cache.fork()[0]
         changed, kept = (fork, cache) if of_fork else (cache, fork)
         for _ in range(2):
             change(changed)
         text = torch.randint(3, 160, (1, 60))
-        assert torch.equal(_read(model, kept, text), _read(model, alone, text))
+        assert torch.equal(_read(model, kept, text), _read(model, reference, text))
         change(changed)
         changed.reset()
         assert torch.equal(_read(model, changed, ids), _read(model, filled_nothing(model, max_cache_len), ids))
@@ -179,12 +179,12 @@ def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_l
 @LENGTHS
 @pytest.mark.parametrize("count", [2, 3])
 def test_pages_that_several_forks_hold_are_not_written(model, count, max_cache_len):
-    cache, alone = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
+    cache, reference = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
     forks = cache.fork(count)
     cache.reset()
     _read(model, cache, torch.randint(3, 160, (1, 150)))
     text = torch.randint(3, 160, (1, 60))
-    want = _read(model, alone, text)
+    want = _read(model, reference, text)
     for fork in forks:
         assert torch.equal(_read(model, fork, text), want)
 

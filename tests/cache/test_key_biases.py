@@ -61,10 +61,10 @@ def made(preset: str, model, **options) -> list[str]:
     ],
 )
 def test_it_names_the_layer_and_the_preset_to_take(preset, instead):
-    (said,) = made(preset, model_of(), residual=128)
-    assert said.startswith("Qwen2ForCausalLM has key biases that key_format='int")
-    assert "in layer 1 (300 times) a bias" in said
-    assert instead in said
+    (message,) = made(preset, model_of(), residual=128)
+    assert message.startswith("Qwen2ForCausalLM has key biases that key_format='int")
+    assert "in layer 1 (300 times) a bias" in message
+    assert instead in message
 
 
 def test_it_warns_once_for_a_model():
@@ -117,8 +117,8 @@ def test_fused_projections(family, changes):
         model(torch.tensor([[5]]), **as_argument(cache))
     large = (seen[0].abs() > 100).nonzero()[:, 1].unique().tolist()  # position 0 is not rotated
     assert large == [seen[0].shape[1] - 1]
-    (said,) = made("kv8", model)
-    assert "in layer 1 (300 times)" in said
+    (message,) = made("kv8", model)
+    assert "in layer 1 (300 times)" in message
     assert key_biases.has_key_biases(model)
 
 
@@ -159,8 +159,8 @@ def test_quantized_weights_count_by_the_usual_size_of_rows():
     packed = model_of(size=0.7 * key_biases.LARGE)
     projection = packed.model.layers[SPOILED].self_attn.k_proj
     projection.weight = torch.nn.Parameter(torch.zeros(7, 3, dtype=torch.uint8), requires_grad=False)
-    (said,) = made("kv8", packed)
-    assert f"layer 1 ({0.7 * key_biases.LARGE / key_biases.USUAL_ROW:.0f} times)" in said
+    (message,) = made("kv8", packed)
+    assert f"layer 1 ({0.7 * key_biases.LARGE / key_biases.USUAL_ROW:.0f} times)" in message
 
 
 def test_a_call_of_generate_warns():

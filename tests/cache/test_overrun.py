@@ -67,13 +67,13 @@ def test_a_chunk_behind_compiled_steps(model):
 def test_one_layer_asks_for_the_count(model, monkeypatch):
     """A layer that asks waits for all layers before it."""
     cache = filled(model, max_cache_len=100)
-    asked = set()
+    counted = set()
     ask = FixedLength.ask
-    monkeypatch.setattr(FixedLength, "ask", lambda length: asked.add(id(length)) or ask(length))
+    monkeypatch.setattr(FixedLength, "ask", lambda length: counted.add(id(length)) or ask(length))
     with torch.no_grad():
         model(torch.arange(3, 8)[None], past_key_values=cache)
     assert len(cache.packed_layers) > 1
-    assert asked == {id(cache.packed_layers[0].length)}
+    assert counted == {id(cache.packed_layers[0].length)}
 
 
 def test_the_layer_with_the_least_room_decides(model):

@@ -274,8 +274,8 @@ def test_a_preset_is_what_it_stores(model, tmp_path):
         model(left_padded(1, 80)[0], past_key_values=old)
     old.save_pretrained(tmp_path / "old")
     assert lb.LowBitCache.from_pretrained(tmp_path / "old", model).spec.key_format.name == "fp8"
-    stored, asked = "keys 'fp8', values 'fp8', sink 0", "keys 'fp8-centered', values 'fp8', sink 0"
-    with pytest.raises(ValueError, match=rf"preset='fp8' \({stored}\), not of preset='fp8' \({asked}\)"):
+    stored, requested = "keys 'fp8', values 'fp8', sink 0", "keys 'fp8-centered', values 'fp8', sink 0"
+    with pytest.raises(ValueError, match=rf"preset='fp8' \({stored}\), not of preset='fp8' \({requested}\)"):
         lb.LowBitCache.from_pretrained(tmp_path / "old", model, preset="fp8")
     filled(model, "bitdecoding-kc-4", residual=128).save_pretrained(tmp_path / "same")
     for name in ("kivi-4", "bitdecoding-kc-4"):

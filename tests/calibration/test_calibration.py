@@ -106,10 +106,10 @@ def test_codebooks_of_a_layer(model):
 def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypatch):
     """Neither on formats that want more tokens, nor on a spec without a sink."""
     monkeypatch.setattr("hf_lowbit_kv.calibration.calibrators.MOST_POINTS", 700)  # a few pages for each codebook, of 40
-    alone = made(model, samples=20)
+    single = made(model, samples=20)
     more = lb.LayerSpec(Codebook(2, 8), Codebook(2, 8), key_transform=Smooth())
     together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=20, length=256)
-    for name, tensor in alone.tensors.items():
+    for name, tensor in single.tensors.items():
         assert torch.equal(tensor, together.tensors[name]), name
 
 
@@ -308,8 +308,8 @@ def test_the_package_brings_what_presets_need_of_the_bundled_model():
     files = [lb.Calibration.load(path) for path in sorted(folder.glob("*.safetensors"))]
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 6 * 2**20
     for preset in ("vecinfer-4", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3"):
-        asked = list(calibration_lookup.needs_of(lb.get_preset(preset).spec()))
-        names = [".".join(("layers", str(layer), side, *tail)) for layer in range(30) for _, side, tail, _ in asked]
+        needs = list(calibration_lookup.needs_of(lb.get_preset(preset).spec()))
+        names = [".".join(("layers", str(layer), side, *tail)) for layer in range(30) for _, side, tail, _ in needs]
         assert names
         assert any(set(names) <= set(file.tensors) for file in files), preset
 

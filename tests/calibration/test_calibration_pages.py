@@ -55,9 +55,9 @@ def keys_of(model, windows):
 
 def off_diagonal(mapped, page_size, sink):
     """How much channels vary together around the mean of their page, against how much they vary."""
-    behind = mapped[:, :, sink:]
-    behind = behind[:, :, : behind.shape[2] // page_size * page_size].unflatten(2, (-1, page_size))
-    rest = (behind - behind.mean(3, keepdim=True)).flatten(1, 3)
+    after_sink = mapped[:, :, sink:]
+    after_sink = after_sink[:, :, : after_sink.shape[2] // page_size * page_size].unflatten(2, (-1, page_size))
+    rest = (after_sink - after_sink.mean(3, keepdim=True)).flatten(1, 3)
     covariance = rest.mT @ rest
     apart = covariance - torch.diag_embed(covariance.diagonal(dim1=-2, dim2=-1))
     return float((apart.norm(dim=(1, 2)) / covariance.norm(dim=(1, 2))).max())
@@ -141,13 +141,13 @@ def test_two_page_sizes_at_once_give_what_each_gives_alone(model):
         key_transform=lb.LayerSpec.parse("dense|dense|0|128|32").key_transform,
     )
     options = {"gradients": True, "samples": 2}
-    both, alone = (
+    both, single = (
         calibrate(model, [keys, values], **options),
         [calibrate(model, [spec], **options) for spec in (keys, values)],
     )
     assert both.source[0]["page_sizes"] == [32, 64]
-    assert both.tensors.keys() == alone[0].tensors.keys() | alone[1].tensors.keys()
-    for one in alone:
+    assert both.tensors.keys() == single[0].tensors.keys() | single[1].tensors.keys()
+    for one in single:
         assert one.tensors
         assert all(torch.equal(both.tensors[name], x) for name, x in one.tensors.items())
 

@@ -121,10 +121,10 @@ def test_joined_windows_are_taken_only_where_whole_ones_are_too_few():
     """So a book gives the windows that it gave before pieces were joined."""
     texts = [text(1000, 20 * 256 + 200), *(text(9000 + 300 * i, 100) for i in range(8))]
     tokens = Tokens(texts, Numbers())
-    (whole, joined), alone = tokens.windows(256), Tokens(texts[:1], Numbers())
+    (whole, joined), first_text = tokens.windows(256), Tokens(texts[:1], Numbers())
     assert (len(whole), len(joined)) == (20, 3)  # 200 + 8 x 100 tokens, and 8 end tokens
     for samples in (5, 20):
-        drawn, before = (each.draw(samples, 256, 7, "cpu", least=256).windows for each in (tokens, alone))
+        drawn, before = (each.draw(samples, 256, 7, "cpu", least=256).windows for each in (tokens, first_text))
         assert len(drawn) == samples
         assert all(map(torch.equal, drawn, before))
     every = tokens.draw(23, 256, 7, "cpu", least=256).windows
@@ -213,12 +213,12 @@ LONG = [" ".join(str(3 + i * i % 97) for i in range(5000)), "5 6 7"]
     ],
 )
 def test_tokens_are_announced_before_the_model_reads(options, line, model, capsys):
-    said = []
-    handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: said.append(capsys.readouterr()))
+    printed = []
+    handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: printed.append(capsys.readouterr()))
     calibrate(model, LONG, **options)
     handle.remove()
-    assert said[0].err == f"calibrating on 2 texts of 5003 tokens; {line}\n"
-    assert not any(each.out or each.err for each in said[1:])  # no bar where standard error is no terminal
+    assert printed[0].err == f"calibrating on 2 texts of 5003 tokens; {line}\n"
+    assert not any(each.out or each.err for each in printed[1:])  # no bar where standard error is no terminal
     assert capsys.readouterr() == ("", "")
 
 

@@ -219,20 +219,20 @@ def test_demo_as_json(run, tiny_model):
 
 
 def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monkeypatch):
-    asked = []
+    calls = []
 
     def compare(names, *rest):
-        asked.append(names)
+        calls.append(names)
         raise ValueError("enough")
 
     monkeypatch.setattr("hf_lowbit_kv.eval.demo.compare", compare)
     for options in ([], ["--preset", "all"]):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
-    assert asked[0] == list(demo_command.SHOWN)
-    assert asked[0][0] == presets.DEFAULT_PRESET
-    assert len(asked[0]) == 2
-    assert set(asked[0]) <= set(presets.RECOMMENDED)
-    assert {"dense", "int8", "kivi-2-hadamard"} < set(asked[1])
+    assert calls[0] == list(demo_command.SHOWN)
+    assert calls[0][0] == presets.DEFAULT_PRESET
+    assert len(calls[0]) == 2
+    assert set(calls[0]) <= set(presets.RECOMMENDED)
+    assert {"dense", "int8", "kivi-2-hadamard"} < set(calls[1])
 
 
 def test_demo_shows_answers_side_by_side(run, tiny_model):
@@ -261,9 +261,9 @@ def test_demo_shows_answers_side_by_side(run, tiny_model):
 
 def test_demo_says_where_an_answer_differs():
     row = {"preset": "kitty", "kv_bytes": 2e6, "kv_bytes_full": 9e6, "same_answer": False}
-    said = demo_command._in_words(row, "The author takes a notebook")
+    line = demo_command._in_words(row, "The author takes a notebook")
     assert (
-        said
+        line
         == "kitty: cache 4.5 times smaller (2.0 MB, in 16 bits 9.0 MB), the answer differs after 'takes a notebook'."
     )
     assert demo_command._in_words(row, "").endswith(", another answer.")
@@ -279,9 +279,9 @@ def test_demo_asks_through_the_chat_template(run, tiny_model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ messages[0]['content'] }} 7 7 7 7"
     tokenizer.save_pretrained(folder)
-    asked = json.loads(run("demo", "--model", folder, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
+    prompted = json.loads(run("demo", "--model", folder, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
     assert (
-        asked["kv_bytes_full"] - plain["kv_bytes_full"] == 4 * 2 * 2 * 2 * 64 * 2
+        prompted["kv_bytes_full"] - plain["kv_bytes_full"] == 4 * 2 * 2 * 2 * 64 * 2
     )  # tokens, layers, K and V, heads, ...
 
 

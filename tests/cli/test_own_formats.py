@@ -145,8 +145,8 @@ def install(folder: Path, name: str, value: str, source: str) -> None:
 def test_an_installed_package_announces_its_formats(run, tmp_path):
     install(tmp_path, "plugged_one", "plugged_one", format_source("one"))
     # a class that the module does not register itself
-    alone = format_source("two").replace("@lb.register_format\n", "").split("lb.register_preset")[0]
-    install(tmp_path, "plugged_two", "plugged_two:Sign", alone)
+    class_source = format_source("two").replace("@lb.register_format\n", "").split("lb.register_preset")[0]
+    install(tmp_path, "plugged_two", "plugged_two:Sign", class_source)
     sys.path.append(str(tmp_path))
     code, out, _ = run("presets", "--json")
     assert code == 0

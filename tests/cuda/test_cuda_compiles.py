@@ -105,10 +105,10 @@ class Local(NamedTuple):
 @functools.cache
 def local_memory(name: str, defines: tuple, arch: str) -> dict[str, Local]:
     """By function, what the assembler says of a compiled file."""
-    said = report(name, defines, arch)
-    found = {function: Local(*map(int, numbers)) for function, *numbers in re.findall(FUNCTION, said)}
+    log = report(name, defines, arch)
+    found = {function: Local(*map(int, numbers)) for function, *numbers in re.findall(FUNCTION, log)}
     assert found
-    assert set(re.findall(ENTRY, said)) <= found.keys(), said
+    assert set(re.findall(ENTRY, log)) <= found.keys(), log
     return found
 
 

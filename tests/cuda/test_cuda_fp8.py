@@ -174,9 +174,9 @@ def test_which_are_served():
     served = [("fp8", "fp8"), ("fp8-centered", "fp8")]
     others = [("fp8-static", "fp8-static"), ("fp8-block", "fp8-block"), ("fp8", "fp8-centered")]
     for names, reason in [(names, None) for names in served] + [(names, "no kernels for") for names in others]:
-        said = geometry.why_not(LayerSpec(*map(parse_format, names)), (128, 128), None, torch.device("cpu"))
-        assert (said is None) == (reason is None)
-        assert reason is None or reason in said
+        why_not = geometry.why_not(LayerSpec(*map(parse_format, names)), (128, 128), None, torch.device("cpu"))
+        assert (why_not is None) == (reason is None)
+        assert reason is None or reason in why_not
     spec = get_preset("fp8").spec()
     assert (spec.residual, get_preset("snapmla").spec().residual) == (128, 0)
     stored = storage_spec(spec, "cuda")

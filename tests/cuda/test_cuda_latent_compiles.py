@@ -79,10 +79,10 @@ def test_narrow(arch, convert, case):
 )
 def test_wide(heads, tokens, dtype, rope, monkeypatch):
     """What a step of so many heads and tokens launches on Hopper."""
-    asked = []
+    compiled = []
 
     def load(name, defines, device, arch_specific=False):
-        asked.append((name, defines, "sm_90a" if arch_specific else "sm_90"))
+        compiled.append((name, defines, "sm_90a" if arch_specific else "sm_90"))
         return SimpleNamespace(integer=lambda name: 0)
 
     monkeypatch.setattr(latent, "load", load)
@@ -93,5 +93,5 @@ def test_wide(heads, tokens, dtype, rope, monkeypatch):
     latent._wide_plan.cache_clear()
     assert how.kernel == "latent_wide_attend"
     assert how.rows == min(heads * tokens, 64)
-    (found,) = asked
+    (found,) = compiled
     check(report(*found), how.kernel)

@@ -139,13 +139,13 @@ def test_append(case, chunks, kernels):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monkeypatch):
     """The latent is read once for every 16 rows, and unpacked once for all."""
-    asked = []
+    calls = []
     monkeypatch.setattr(latent, "why_no_launcher", lambda: None)
-    monkeypatch.setattr(latent.prompt, "attend", lambda chunk, layer: asked.append(chunk.q.shape) or chunk.q)
+    monkeypatch.setattr(latent.prompt, "attend", lambda chunk, layer: calls.append(chunk.q.shape) or chunk.q)
     case = dense(lengths=(3,), heads=latent.DENSE_ROWS // 2 + 1, tokens=2, rank=64, rope=16, dtype=dtype)
     filled = Filled(case, DEVICE, SEED)
     kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.skipif(GPU, reason="races are seen in the emulator")
@@ -186,5 +186,5 @@ def test_what_the_kernel_serves(kernels, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_the_default_of_a_gpu(kernels):
-    asked = Served(torch.device("cuda", 0), torch.bfloat16, get_preset("mla").spec(), (512, 64))
-    assert BACKENDS["cuda"].why_not(asked) is None
+    served = Served(torch.device("cuda", 0), torch.bfloat16, get_preset("mla").spec(), (512, 64))
+    assert BACKENDS["cuda"].why_not(served) is None

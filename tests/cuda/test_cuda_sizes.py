@@ -69,11 +69,11 @@ def test_a_difference_of_a_loaded_kernel_raises(monkeypatch):
     case = fragment(Case())
     fields = dict.fromkeys(modules.AttendKernel._fields, False) | {"rows": 4, "heads": 4, "sinks": 0, "transform": None}
     sizes = dict(zip(("head_dim_k", "head_dim_v"), case.dims, strict=True))
-    asked = modules.AttendKernel(
+    kernel = modules.AttendKernel(
         **fields | sizes | {"spec": case.spec, "dtype": case.dtype, "device": torch.device("cpu")}
     )
     with pytest.raises(RuntimeError, match=r"compiled with shared_bytes=7, and [0-9]+ is what Python counts"):
-        modules.attend_module(asked)
+        modules.attend_module(kernel)
     modules.forget()
 
 
@@ -103,9 +103,9 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
         served = backends.Served(device, torch.float16, spec, (256, 256))
         assert backends.choose_backend(None, served) == chosen
-        said = backends.why_not_faster(None, chosen, served)
-        assert (chosen == "cuda") == (said is None)
-        assert said is None or "KiB of shared memory for keys 'vq-d4b8" in said
+        why_slower = backends.why_not_faster(None, chosen, served)
+        assert (chosen == "cuda") == (why_slower is None)
+        assert why_slower is None or "KiB of shared memory for keys 'vq-d4b8" in why_slower
 
 
 @pytest.mark.parametrize(

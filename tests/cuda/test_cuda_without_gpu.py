@@ -105,8 +105,8 @@ def test_default_on_a_gpu(monkeypatch):
 
     def check(dtype, chosen, reason, spec=spec):
         assert choice.choose_backend(None, choice.Served(device, dtype, spec)) == chosen
-        said = backends.why_not_faster(None, chosen, backends.Served(device, dtype, spec))
-        assert said is None if reason is None else reason in said
+        why_slower = backends.why_not_faster(None, chosen, backends.Served(device, dtype, spec))
+        assert why_slower is None if reason is None else reason in why_slower
 
     check(torch.bfloat16, "cuda", None)
     check(torch.float32, "triton", "computes in")

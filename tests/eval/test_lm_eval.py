@@ -90,9 +90,9 @@ def test_rolling_agrees_with_lm_evals_own_model(model_folder):
 
 def test_generation_uses_a_fresh_cache_for_each_batch(model_folder):
     lm = lm_of(model_folder, "kivi-2", batch_size=2)
-    asked = requests("generate_until")
-    written = lm.generate_until(asked, disable_tqdm=True)
-    for request, text in zip(asked, written, strict=True):
+    batch = requests("generate_until")
+    written = lm.generate_until(batch, disable_tqdm=True)
+    for request, text in zip(batch, written, strict=True):
         ids = lm.tokenizer(request.args[0], return_tensors="pt").input_ids
         cache = lb.from_preset("kivi-2", lm.model, **SMALL_PAGES)
         own = lm.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=159)
@@ -104,14 +104,14 @@ def test_generation_uses_a_fresh_cache_for_each_batch(model_folder):
 
 def test_prompts_can_be_read_in_chunks(model_folder):
     lm = lm_of(model_folder, "kivi-2")
-    (asked,) = requests("generate_until")[:1]
-    asked.args[1].update(max_gen_toks=1, prefill_chunk_size=50)
-    lm.generate_until([asked], disable_tqdm=True)
+    (request,) = requests("generate_until")[:1]
+    request.args[1].update(max_gen_toks=1, prefill_chunk_size=50)
+    lm.generate_until([request], disable_tqdm=True)
     # 151 tokens: the last pass reads one, after 150, of which (150 - 32) // 32 * 32 are in pages
     assert lm.packed_share["writing"] == pytest.approx(96 / 151)
-    asked.args[1].update(prefill_chunk_size=None)
+    request.args[1].update(prefill_chunk_size=None)
     with pytest.raises(ValueError, match="packed_share=0 for writing"):
-        lm_of(model_folder, "kivi-2").generate_until([asked], disable_tqdm=True)
+        lm_of(model_folder, "kivi-2").generate_until([request], disable_tqdm=True)
 
 
 def test_presets_change_on_one_model(model_folder):

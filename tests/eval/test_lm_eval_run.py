@@ -239,9 +239,9 @@ def test_accelerate_shares_the_work(model_folder, task, tmp_path):
         )
         assert done.returncode == 0, done.stderr[-2000:]
         rows.append(json.loads(done.stdout))
-    alone, shared = (copy.deepcopy(found[0]) for found in rows)
-    assert shared["packed_share"] == pytest.approx(alone["packed_share"])
-    assert (shared["metrics"], shared["samples"]) == (alone["metrics"], alone["samples"])
+    single, shared = (copy.deepcopy(found[0]) for found in rows)
+    assert shared["packed_share"] == pytest.approx(single["packed_share"])
+    assert (shared["metrics"], shared["samples"]) == (single["metrics"], single["samples"])
 
 
 # ---- offline tasks ---------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def test_damaged_pages_change_hellaswag(monkeypatch):
     """Pages that decode to something else must change more than the needle's score: the short items of HellaSwag read
     packed examples too."""
     rows = offline_tasks.hellaswag()["test"].select(range(0, 8, 2))
-    asked = [
+    requests = [
         Instance("loglikelihood", {}, (row["query"], f" {choice}"), i, metadata=("hellaswag_100", i, 1))
         for i, row in enumerate(rows)
         for choice in row["choices"]
@@ -283,7 +283,7 @@ def test_damaged_pages_change_hellaswag(monkeypatch):
     lm = LowBitLM(preset="kivi-4", device="cpu", batch_size=8)
 
     def right():
-        found = [answer[0] for answer in lm.loglikelihood(asked, disable_tqdm=True)]
+        found = [answer[0] for answer in lm.loglikelihood(requests, disable_tqdm=True)]
         choices = [found[4 * i : 4 * i + 4] for i in range(len(rows))]
         return found, [
             max(range(4), key=own.__getitem__) == row["gold"] for own, row in zip(choices, rows, strict=True)

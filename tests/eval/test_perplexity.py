@@ -109,9 +109,9 @@ def test_one_pass_is_the_cache_chunk_by_chunk(model, texts, batch):
     for name in names:
         options = {}
         if name in CALIBRATED:
-            asked = lb.get_preset(name).spec().parameters(64, 64, 1)
+            needed = lb.get_preset(name).spec().parameters(64, 64, 1)
             generator = torch.Generator().manual_seed(3)
-            given = {x.name: torch.randn(x.shape, generator=generator).to(x.dtype) for x in asked}
+            given = {x.name: torch.randn(x.shape, generator=generator).to(x.dtype) for x in needed}
             given |= {name: x.abs() + 0.1 for name, x in given.items() if name.endswith("step")}
             options = {"parameters": dict.fromkeys(range(2), given)}
         factories[name] = functools.partial(lb.from_preset, name, model, **options)

@@ -100,11 +100,11 @@ def test_packed_history_is_that_of_decoding(models, reader, preset):
 def test_results_depend_neither_on_the_batch_nor_on_other_texts(reader, preset):
     texts = contexts()
     one, eight = (reader(preset, batch_size=size) for size in (1, 8))
-    alone = [reader(preset).score([text])[0].logprob for text in texts[::4]]
+    single = [reader(preset).score([text])[0].logprob for text in texts[::4]]
     assert [score.logprob for score in one.score(texts)] == pytest.approx(
         [score.logprob for score in eight.score(texts)], abs=1e-3
     )
-    assert [score.logprob for score in eight.score(texts)][::4] == pytest.approx(alone, abs=1e-3)
+    assert [score.logprob for score in eight.score(texts)][::4] == pytest.approx(single, abs=1e-3)
     assert one.share.value == pytest.approx(eight.share.value)
 
 
@@ -117,8 +117,8 @@ def test_rows_of_a_batch_may_lie_far_apart(reader, preset, most, monkeypatch):
     for first, length in ((5, 20), (6, 200)):
         context = PREFIX + [first + 3 * i % 87 for i in range(length)]
         texts += [Text([*context, 7, last, 9], len(context)) for last in (1, 2)]
-    alone = [reader(preset).score([text])[0].logprob for text in texts]
-    assert [score.logprob for score in reader(preset).score(texts)] == pytest.approx(alone, abs=1e-3)
+    single = [reader(preset).score([text])[0].logprob for text in texts]
+    assert [score.logprob for score in reader(preset).score(texts)] == pytest.approx(single, abs=1e-3)
 
 
 def test_a_cpu_computes_little_padding(models, reader):

@@ -41,9 +41,9 @@ def spec_of(name: str) -> lb.LayerSpec:
 def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
     """Of all pages of a layer that a prompt and single tokens were stored in."""
     spec = choice.storage_spec(spec_of(preset), layout)
-    asked = spec.parameters(head_dim, head_dim, HEADS)
+    parameters = spec.parameters(head_dim, head_dim, HEADS)
     given = {
-        name: (numbers(shape[1], 64, 3, kind)[0, :, :, : shape[2]] / 4).contiguous() for name, shape, kind in asked
+        name: (numbers(shape[1], 64, 3, kind)[0, :, :, : shape[2]] / 4).contiguous() for name, shape, kind in parameters
     }
     records = spec.records(given, (head_dim, head_dim), HEADS, slice(0, HEADS), torch.device("cpu"))
     store = PagedStore(spec, 1, HEADS, head_dim, head_dim, dtype, "cpu", capacity=TOKENS, parameters=records)

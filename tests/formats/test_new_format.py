@@ -98,10 +98,10 @@ def test_padded_rows_hold_what_they_hold_alone(method):
     cache = cache_for(ours)
     together = ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
     for row in range(3):
-        alone = cache_for(ours)
-        text = ours.generate(ids[row : row + 1, 7 * row :], past_key_values=alone, **GREEDY)
+        single = cache_for(ours)
+        text = ours.generate(ids[row : row + 1, 7 * row :], past_key_values=single, **GREEDY)
         assert torch.equal(text[0], together[row, 7 * row :])
-        for one, other in zip(alone.packed_layers, cache.packed_layers, strict=True):
+        for one, other in zip(single.packed_layers, cache.packed_layers, strict=True):
             full = int(one.store.state.paged[0, 0]) // 32
             pages = (
                 read_pages(x.store.state.pool, x.store.state.page_table[r, :full]) for x, r in ((one, 0), (other, row))

@@ -243,8 +243,8 @@ def test_calibrated_presets_generate():
         # a padded row writes what it writes without padding
         batch = lb.from_preset("eigen-2", models[0], **options)
         both = models[0].generate(ids, attention_mask=mask, past_key_values=batch, **generate)
-        alone = lb.from_preset("eigen-2", models[0], **options)
-        row = models[0].generate(ids[1:, 7:], past_key_values=alone, **generate)
+        single = lb.from_preset("eigen-2", models[0], **options)
+        row = models[0].generate(ids[1:, 7:], past_key_values=single, **generate)
         assert torch.equal(both[1, 7:], row[0])
 
 

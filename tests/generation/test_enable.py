@@ -151,11 +151,11 @@ def test_the_new_tokens_alone_with_a_mask_for_all(model):
         out = model.generate(ids, attention_mask=mask, max_new_tokens=4, return_dict_in_generate=True, **GREEDY)
         assert int(out.past_key_values.get_seq_length()) == 63
         last = out.sequences[:, -1:]
-        alone = model.generate(
+        new_only = model.generate(
             last, attention_mask=everything, past_key_values=out.past_key_values, max_new_tokens=3, **GREEDY
         )
         whole = model.generate(out.sequences, attention_mask=everything, max_new_tokens=3, **GREEDY)
-        assert torch.equal(alone[:, 1:], whole[:, 64:])
+        assert torch.equal(new_only[:, 1:], whole[:, 64:])
         assert out.past_key_values.text is None
         cache = lb.from_preset("dense", model)
         options = {"past_key_values": cache, "max_new_tokens": 4, **GREEDY}

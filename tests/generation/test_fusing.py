@@ -113,26 +113,26 @@ class Behind:
 def test_small_families(family):
     """The step that is observed is the plain one, the fused one differs by roundings, and nothing stays in the model."""
     model = model_of(family)
-    behind, before = Behind(model), attributes(model)
-    plain, fusion = behind.step(), Fusion()
+    decoder, before = Behind(model), attributes(model)
+    plain, fusion = decoder.step(), Fusion()
     with fusion.observing(model):
-        assert torch.equal(behind.step(), plain)
+        assert torch.equal(decoder.step(), plain)
     assert attributes(model) == before
     assert fusion.report() == FOUND[family].replace("PAIRS", PAIRS)
     with fusion.in_force(model):
-        fused = behind.step()
+        fused = decoder.step()
     assert attributes(model) == before
     assert not torch.equal(fused, plain)
     assert (fused - plain).norm() < 0.01 * plain.norm()
-    assert torch.equal(behind.step(), plain)
+    assert torch.equal(decoder.step(), plain)
 
 
 def _is_close_to_float32(family):
     model = model_of(family, torch.bfloat16)
-    behind = Behind(model)
-    fusion, plain = behind.settled(), behind.step()
+    decoder = Behind(model)
+    fusion, plain = decoder.settled(), decoder.step()
     with fusion.in_force(model):
-        fused = behind.step()
+        fused = decoder.step()
     exact = Behind(model.float()).step()
     return [float((x - exact).norm()) for x in (fused, plain)]
 
@@ -148,9 +148,9 @@ def test_small_error_is_at_most_twice_the_plain_steps(family, monkeypatch):
 @kernels.needs_interpreter
 def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
     """A kernel that rounds to too few bits, one that does something else, and one that raises."""
-    behind = Behind(model)
-    plain = behind.step()
-    for wrong, said in (
+    decoder = Behind(model)
+    plain = decoder.step()
+    for wrong, message in (
         (lambda x: (x.float() * 1.01).to(x.dtype), "the kernel's error is above twice the module's"),
         (lambda x: -x, "it computes something else"),
         (lambda x: x.double(), "its result has dtype float16"),
@@ -159,11 +159,11 @@ def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
         own = Norm.fused
         with monkeypatch.context() as patch:
             patch.setattr(Norm, "fused", lambda self, way, x, wrong=wrong, own=own: wrong(own(self, way, x)))
-            fusion = behind.settled()
-        assert f"norms 0/5 (layers.0.input_layernorm and 4 more: {said})" in fusion.report()
+            fusion = decoder.settled()
+        assert f"norms 0/5 (layers.0.input_layernorm and 4 more: {message})" in fusion.report()
         assert "rotary 2/2, gate 2/2, products 4/4" in fusion.report()
         with fusion.in_force(model):
-            assert (behind.step() - plain).norm() < 0.01 * plain.norm()
+            assert (decoder.step() - plain).norm() < 0.01 * plain.norm()
 
 
 @kernels.needs_interpreter
@@ -177,8 +177,8 @@ def test_small_adapters(model):
         init_lora_weights=False,
     )
     inner = peft.get_peft_model(model, config).eval().get_base_model().half()
-    behind = Behind(inner)
-    assert behind.settled().report() == (
+    decoder = Behind(inner)
+    assert decoder.settled().report() == (
         "norms 4/5 (norm: modules_to_save), rotary 2/2, gate 2/2, products 2/4 (layers.1.self_attn.k_proj and 1 more: LoRA)"
     )
 
@@ -203,15 +203,15 @@ def test_small_more_rows_than_products_take(model):
 @kernels.needs_interpreter
 def test_small_weights_that_change_in_place_count(model):
     """No kernel reads a copy."""
-    behind = Behind(model)
-    fusion, before = behind.settled(), behind.step()
+    decoder = Behind(model)
+    fusion, before = decoder.settled(), decoder.step()
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter.mul_(1.5)
-    plain = behind.step()
+    plain = decoder.step()
     assert (plain - before).norm() > 0.1 * plain.norm()
     with fusion.in_force(model):
-        assert (behind.step() - plain).norm() < 0.01 * plain.norm()
+        assert (decoder.step() - plain).norm() < 0.01 * plain.norm()
 
 
 @kernels.needs_interpreter
@@ -380,11 +380,11 @@ def test_fuse_is_checked(model, fuse):
 
 
 def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
-    behind, fusion = Behind(model), Fusion()
-    plain = behind.step()
+    decoder, fusion = Behind(model), Fusion()
+    plain = decoder.step()
     model.model.layers[0].mlp.named_children = None
     with fusion.observing(model):
-        assert torch.equal(behind.step(), plain)
+        assert torch.equal(decoder.step(), plain)
     assert fusion.settled
     assert not fusion.any
     assert fusion.report() == "nothing: TypeError: 'NoneType' object is not callable"
@@ -392,9 +392,9 @@ def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
 
 @kernels.needs_interpreter
 def test_small_inference_mode(model):
-    behind, fusion = Behind(model), Fusion()
+    decoder, fusion = Behind(model), Fusion()
     with torch.inference_mode(), fusion.observing(model):
-        behind.step()
+        decoder.step()
     assert "products 2/4 (layers.0.self_attn and 1 more: inference mode)" in fusion.report()
 
 
@@ -460,24 +460,24 @@ class Interrupted(Norm):
 
 def test_an_interrupted_step_leaves_nothing(model, monkeypatch):
     before = attributes(model)
-    behind = Behind(model)
-    plain = behind.step()
+    decoder = Behind(model)
+    plain = decoder.step()
     monkeypatch.setattr(Norm, "fused", Interrupted.fused)
     with pytest.raises(KeyboardInterrupt), Fusion().observing(model):
-        behind.step()
+        decoder.step()
     assert attributes(model) == before
-    assert torch.equal(behind.step(), plain)
+    assert torch.equal(decoder.step(), plain)
 
 
 def test_other_threads_get_the_modules_own_forward(model, monkeypatch):
-    behind = Behind(model)
-    plain, fusion, results = behind.step(), behind.settled(), []
+    decoder = Behind(model)
+    plain, fusion, results = decoder.step(), decoder.settled(), []
     monkeypatch.setattr(Norm, "fused", lambda self, way, x: torch.zeros_like(x))
     with fusion.in_force(model):
-        thread = threading.Thread(target=lambda: results.append(behind.step()))
+        thread = threading.Thread(target=lambda: results.append(decoder.step()))
         thread.start()
         thread.join()
-        mine = behind.step()
+        mine = decoder.step()
     assert torch.equal(results[0], plain)
     assert not torch.equal(mine, plain)
 

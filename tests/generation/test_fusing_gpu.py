@@ -73,8 +73,8 @@ def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
     exact, _ = forced_logits(model, ids, mask, sequences, step="eager")
     model = model.to(dtype)
     plain, _ = forced_logits(model, ids, mask, sequences)
-    fused, said = forced_logits(model, ids, mask, sequences, fuse=True)
-    assert FUSED[family] in said
+    fused, summary = forced_logits(model, ids, mask, sequences, fuse=True)
+    assert FUSED[family] in summary
     # the first is the prompt's, which is not fused
     error, bound = ((x[1:] - exact[1:]).norm() for x in (fused, plain))
     assert error <= 2 * bound

@@ -130,8 +130,8 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
     for row in range(3):
         start = 7 * row
         cache = cache_of(ours, formats, **options)
-        alone = _generate(ours, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
-        assert torch.equal(together[row, start:], alone[0])
+        single = _generate(ours, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
+        assert torch.equal(together[row, start:], single[0])
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
@@ -208,12 +208,12 @@ def test_a_copied_prompt_can_be_continued_twice(llama):
 )
 def test_texts_beyond_the_models_positions_are_announced_before_they_are_read(tokens, new, message):
     model = tiny_models("llama", max_position_embeddings=32)[0]
-    said = []
-    model.register_forward_pre_hook(lambda *args: said.append(len(caught)))
+    warned = []
+    model.register_forward_pre_hook(lambda *args: warned.append(len(caught)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lb.generate(model, torch.randint(3, 150, (1, tokens)), max_new_tokens=new, do_sample=False, pad_token_id=0)
-    assert said[0] == len(caught) == (message is not None)
+    assert warned[0] == len(caught) == (message is not None)
     if message is not None:
         assert f"{message}, and the model was made for texts of at most 32" in str(caught[0].message)
         assert caught[0].filename == __file__

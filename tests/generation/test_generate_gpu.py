@@ -185,11 +185,11 @@ def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backen
     for row in range(3):
         start = 7 * row
         cache = cache_of(llama, formats, backend=backend, **options)
-        alone = _generate(llama, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
-        for step, (x, y) in enumerate(zip(together.logits, alone.logits, strict=True)):
+        single = _generate(llama, cache, ids[row : row + 1, start:], mask[row : row + 1, start:])
+        for step, (x, y) in enumerate(zip(together.logits, single.logits, strict=True)):
             error = float((x[row].float() - y[0].float()).norm() / y[0].float().norm())
             assert error < TOLERANCE, f"row {row}, step {step}: logits differ by {error:.3g}"
-            if int(together.sequences[row, 300 + step]) != int(alone.sequences[0, 300 - start + step]):
+            if int(together.sequences[row, 300 + step]) != int(single.sequences[0, 300 - start + step]):
                 break
 
 

@@ -286,17 +286,17 @@ def test_a_damaged_file_is_refused_in_the_next_call(model, tmp_path):
 
 def test_a_hub_repository_is_asked_once(model, tmp_path, monkeypatch):
     calibration_of(model, 1).save(tmp_path / "snapshot" / "calibration.safetensors")
-    asked = []
+    calls = []
 
     def cached_file(name, file):
-        asked.append((name, file))
+        calls.append((name, file))
         return str(tmp_path / "snapshot" / file)
 
     monkeypatch.setattr("transformers.utils.cached_file", cached_file)
     monkeypatch.setattr(calibration_file, "_of_hub", {})
     layer = check(model, 1, calibration="somebody/calibrations")
     assert check(model, 1, calibration="somebody/calibrations") is layer
-    assert asked == [("somebody/calibrations", "calibration.safetensors")]
+    assert calls == [("somebody/calibrations", "calibration.safetensors")]
     shutil.rmtree(tmp_path / "snapshot")  # the hub's folder was emptied
     calibration_of(model, 2).save(tmp_path / "snapshot" / "calibration.safetensors")
     check(model, 2, calibration="somebody/calibrations")

@@ -210,17 +210,17 @@ def test_other_caches_ask_the_original(models, graphs):
     ids, mask = left_padded(2, 40)
     want = ours(model, ids, mask, step="eager")
     other = model.generate(ids, attention_mask=mask, max_new_tokens=5, **as_argument(DynamicCache()), **GREEDY)
-    asked = []
+    answers = []
 
     def inside(inputs, scores):
         cache = DynamicCache()
-        asked.append(model._valid_auto_compile_criteria(as_argument(cache), GenerationConfig()))
+        answers.append(model._valid_auto_compile_criteria(as_argument(cache), GenerationConfig()))
         got = model.generate(ids, attention_mask=mask, max_new_tokens=5, **as_argument(cache), **GREEDY)
         assert torch.equal(got, other)
         return scores
 
     assert torch.equal(ours(model, ids, mask, logits_processor=[inside]), want)
-    assert asked == [False] * 12
+    assert answers == [False] * 12
     assert [graph.replays for graph in graphs] == [10]
 
 

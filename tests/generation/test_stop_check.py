@@ -118,8 +118,10 @@ def test_a_transformers_without_the_check(model, monkeypatch, change):
     monkeypatch.setattr(decoding_loop, "_told", set())
     assert "DeferredStopCheck.is_supported(device, cache" in decoding_loop.lacking()["steps that do not wait"]
     cache = preallocated()
-    told = pytest.warns(UserWarning, match="no steps that do not wait: transformers .* Decoding gives the same tokens")
-    with told, decoding_loop.late_stop_check(cache, CUDA):
+    warning = pytest.warns(
+        UserWarning, match="no steps that do not wait: transformers .* Decoding gives the same tokens"
+    )
+    with warning, decoding_loop.late_stop_check(cache, CUDA):
         assert hasattr(utils.DeferredStopCheck, "is_supported") == (change != "gone")
     with decoding_loop.late_stop_check(cache, CUDA):  # says nothing
         pass

@@ -77,8 +77,8 @@ def test_the_package_adds_few_modules_to_torch_and_transformers():
     added = run(program)
     assert "hf_lowbit_kv.cache.registration" in added
     assert len(added) < 20
-    alone = run("import json, sys, hf_lowbit_kv\nprint(json.dumps(sorted(sys.modules)))")
-    assert not SLOW & set(alone)
+    single = run("import json, sys, hf_lowbit_kv\nprint(json.dumps(sorted(sys.modules)))")
+    assert not SLOW & set(single)
 
 
 def test_the_attention_function_does_not_bring_torchs_compiler():

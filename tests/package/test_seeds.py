@@ -72,7 +72,7 @@ def drawn(tmp_path: Path, *runs: list) -> list[dict[str, list[float]]]:
 
 
 def test_order_and_company_change_nothing(tmp_path):
-    forth, back, alone, other, default, zero, fresh, fresher = drawn(
+    forth, back, single, other, default, zero, fresh, fresher = drawn(
         tmp_path,
         ["5", "first", "second", "third"],
         ["5", "third", "second", "first"],
@@ -84,7 +84,7 @@ def test_order_and_company_change_nothing(tmp_path):
         ["random", "first"],
     )
     assert forth == back
-    assert alone["third"] == forth["third"]
+    assert single["third"] == forth["third"]
     assert forth["first"][0] == forth["third"][0]  # one fixture
     numbers = [*forth["first"], *forth["second"], *forth["third"][1:]]
     assert len(set(numbers)) == len(numbers)  # tests draw apart from each other

@@ -405,12 +405,12 @@ def test_options_that_generate_would_refuse(model, tmp_path, options, message):
     chat.save(tmp_path)
     with pytest.raises(ValueError, match=message):
         lb.Chat.load(tmp_path, model, tokenizer_of(), **options)
-    stored, said, counted = chat.cache.get_seq_length(), list(chat.messages), Counted(model)
+    stored, messages, counted = chat.cache.get_seq_length(), list(chat.messages), Counted(model)
     chat.options |= options
     chat.messages[0]["content"] = words(4, 2)  # the next turn would crop
     with pytest.raises(ValueError, match=message):
         chat.send(words(5, 3))
-    assert (chat.cache.get_seq_length(), chat.messages, counted.taken()) == (stored, said, 0)
+    assert (chat.cache.get_seq_length(), chat.messages, counted.taken()) == (stored, messages, 0)
 
 
 @pytest.mark.parametrize("text", [None, [], 5, {}])

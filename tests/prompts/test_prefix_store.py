@@ -273,16 +273,16 @@ def test_texts_share_the_pages_that_they_have_in_common(model):
 
 def test_pages_of_a_removed_text_that_no_other_uses_are_freed(model):
     """A short text shares the first pages of a long one, which goes."""
-    long, alone = _text(400, 1), lb.PrefixStore()
+    long, expected = _text(400, 1), lb.PrefixStore()
     short = torch.cat([long[:, :100], _text(20, 2)], dim=1)
-    _generate(model, short, alone, 1)
+    _generate(model, short, expected, 1)
     store = lb.PrefixStore()
     for ids in (long, short):
         _generate(model, ids, store, 1)
     store.max_bytes = store.nbytes - 1
     store._make_room()
-    assert [len(prompt.ids) for prompt in store._prompts] == [len(prompt.ids) for prompt in alone._prompts]
-    assert store.nbytes == alone.nbytes
+    assert [len(prompt.ids) for prompt in store._prompts] == [len(prompt.ids) for prompt in expected._prompts]
+    assert store.nbytes == expected.nbytes
 
 
 def test_folder(model, tmp_path):

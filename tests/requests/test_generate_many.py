@@ -164,8 +164,8 @@ def test_several_sequences_of_a_prompt(models, texts, rows):
     assert [(result.index, result.sequence) for result in found] == [(i, j) for i in range(3) for j in range(3)]
     firsts = transformers_own(theirs, texts[1:4], 15, **MODES["sampling"])
     assert tokens_of(found[::3]) == firsts
-    alone = [lb.generate_many(ours, [each], "dense", max_rows=3, **FIXED, **options) for each in requests]
-    assert tokens_of(found) == [tokens for three in alone for tokens in tokens_of(three)]
+    single = [lb.generate_many(ours, [each], "dense", max_rows=3, **FIXED, **options) for each in requests]
+    assert tokens_of(found) == [tokens for three in single for tokens in tokens_of(three)]
     assert len({tuple(tokens) for tokens in tokens_of(found[:3])}) == 3
 
 
@@ -340,18 +340,18 @@ def test_a_short_request_ends_before_a_long_one_that_was_given_first(model, text
 
 
 def test_an_iterator_is_read_as_rows_become_free(model, texts):
-    asked = []
+    taken = []
 
     def requests():
         for number in range(6):
-            asked.append(number)
+            taken.append(number)
             yield {"input_ids": texts[number % 2], "max_new_tokens": 8 + 30 * (number == 0)}
 
     found = []
     for result in lb.generate_many(model, requests(), max_rows=2, do_sample=False, as_completed=True, **FIXED):
         found.append(result)
         # two rows, and no request is read that has no row
-        assert len(asked) <= len(found) + 2
+        assert len(taken) <= len(found) + 2
     assert [result.index for result in found] == [1, 2, 3, 4, 5, 0]
     first, second = found[5], found[0]
     assert second.timestamps[0] < first.timestamps[-1]
@@ -521,9 +521,9 @@ def test_a_request_that_can_never_fit_gets_no_memory(model, texts, pools, tokens
     options = {"do_sample": False, "memory": 10**9 if tokens > 1000 else 700_000, **FIXED}
     good = [{"input_ids": text, "max_new_tokens": 5} for text in texts[:3]]
     bad = {"input_ids": texts[0], "max_new_tokens": tokens}
-    alone = lb.generate_many(model, good, "dense", **options)
+    without = lb.generate_many(model, good, "dense", **options)
     found = lb.generate_many(model, [good[0], bad, *good[1:]], "dense", **options)
-    assert tokens_of(found[:1] + found[2:]) == tokens_of(alone)
+    assert tokens_of(found[:1] + found[2:]) == tokens_of(without)
     assert [result.error is None for result in found] == [True, False, True, True]
     assert "does not fit" in found[1].error
     assert pools[1].bytes < 1.1 * pools[0].bytes
@@ -531,10 +531,16 @@ def test_a_request_that_can_never_fit_gets_no_memory(model, texts, pools, tokens
 
 def test_one_long_request_fits_beside_many_short_ones(model, texts, pools):
     """Rows of the short ones must not take the memory that it needs."""
-    alone = {"max_new_tokens": 600, "do_sample": False, "eos_token_id": list(range(160)), "memory": 1_700_000, **FIXED}
-    assert lb.generate_many(model, [[5, 6]], "dense", **alone)[0].error is None
+    settings = {
+        "max_new_tokens": 600,
+        "do_sample": False,
+        "eos_token_id": list(range(160)),
+        "memory": 1_700_000,
+        **FIXED,
+    }
+    assert lb.generate_many(model, [[5, 6]], "dense", **settings)[0].error is None
     found = lb.generate_many(
-        model, [[5, 6], *({"input_ids": [5], "max_new_tokens": 1} for _ in range(40))], "dense", **alone
+        model, [[5, 6], *({"input_ids": [5], "max_new_tokens": 1} for _ in range(40))], "dense", **settings
     )
     assert [result.error for result in found] == [None] * 41
     assert pools[1].slots > 1
@@ -649,8 +655,8 @@ def test_the_longest_answers_of_a_list_begin_first(models, texts, way):
     assert [len(result.generated_tokens) for result in results] == limits
     begun = sorted(range(4), key=lambda index: results[index].timestamps[0])
     assert begun == ([1, 3, 2, 0] if way == "list" else [0, 1, 2, 3])
-    alone = zip(texts, limits, strict=False)
-    assert tokens_of(results) == [transformers_own(theirs, [x], most, do_sample=False)[0] for x, most in alone]
+    pairs = zip(texts, limits, strict=False)
+    assert tokens_of(results) == [transformers_own(theirs, [x], most, do_sample=False)[0] for x, most in pairs]
 
 
 @pytest.mark.parametrize("value", NO_COUNTS)

@@ -198,11 +198,11 @@ def test_a_variable_of_the_template_is_taken(here):
 def test_an_error_in_a_step_ends_the_requests_of_the_step(here, monkeypatch, streamed):
     """Reading a prompt, and a step of all rows. Its message has a newline and a quote."""
     for method in ("decode", "read"):
-        original, asked = getattr(here.scheduler.steps, method), []
+        original, calls = getattr(here.scheduler.steps, method), []
 
-        def once(*args, original=original, asked=asked):
-            asked.append(1)
-            if len(asked) == 1:
+        def once(*args, original=original, calls=calls):
+            calls.append(1)
+            if len(calls) == 1:
                 raise RuntimeError('one\n"two"')
             return original(*args)
 

@@ -62,10 +62,10 @@ def test_every_format(model, formats):
         steps.newest[row.slot] = 5
     logits = steps.decode(rows)
     for row, text in zip(rows, texts, strict=True):
-        alone = cache_of(model, formats, max_cache_len=256, **window)
+        single = cache_of(model, formats, max_cache_len=256, **window)
         with torch.no_grad():
-            model(text[None], past_key_values=alone)
-            expected = model(torch.tensor([[5]]), past_key_values=alone).logits[0, -1]
+            model(text[None], past_key_values=single)
+            expected = model(torch.tensor([[5]]), past_key_values=single).logits[0, -1]
         torch.testing.assert_close(logits[row.slot], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -77,8 +77,8 @@ def test_latents():
     read_once(model, template, 2)
     steps = PoolSteps(model, template, RowPool(stored_layers(template), 2, 512, 256))
     fixed = {"do_sample": False, "pad_token_id": 0, "prefill_chunk_size": CHUNK, "cache_options": options}
-    alone = [lb.generate(model, text[None], "mla", 12, **fixed)[0, len(text) :].tolist() for text in texts]
-    assert written(steps, texts, 12) == alone
+    single = [lb.generate(model, text[None], "mla", 12, **fixed)[0, len(text) :].tolist() for text in texts]
+    assert written(steps, texts, 12) == single
 
 
 def test_a_fork_goes_on_by_itself_and_shares_full_pages(model, texts):

@@ -110,13 +110,13 @@ def test_forks_and_prefixes(model, backend):
     fork = pool.fork(first, 1024)
     steps.leave(first)
     poison(pool)
-    behind = pool.enter(1024, prefix)
-    close(steps.read(behind, text[length:]), wanted[0])
+    sharing = pool.enter(1024, prefix)
+    close(steps.read(sharing, text[length:]), wanted[0])
     for step, token in enumerate(tokens):
-        steps.newest[[fork.slot, behind.slot]] = token.cuda()
-        logits = steps.decode([fork, behind])
+        steps.newest[[fork.slot, sharing.slot]] = token.cuda()
+        logits = steps.decode([fork, sharing])
         close(logits[fork.slot], wanted[step + 1])
-        close(logits[behind.slot], wanted[step + 1])
+        close(logits[sharing.slot], wanted[step + 1])
 
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])

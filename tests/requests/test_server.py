@@ -154,11 +154,11 @@ def test_stop_ends_the_row(served, expected):
     text = expected(PROMPT, 300)
     stop = text.split()[5]
     begin = text[: text.index(stop)]
-    for asked in (stop, [stop, "no such text"]):
-        answer = served.chat(stop=asked, max_tokens=ENDLESS)
+    for stops in (stop, [stop, "no such text"]):
+        answer = served.chat(stop=stops, max_tokens=ENDLESS)
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (begin, "stop")
         assert answer.usage.completion_tokens <= 6
-        chunks = list(served.chat(stop=asked, max_tokens=ENDLESS, stream=True))
+        chunks = list(served.chat(stop=stops, max_tokens=ENDLESS, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == begin
         assert chunks[-1].choices[0].finish_reason == "stop"
 

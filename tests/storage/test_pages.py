@@ -136,9 +136,9 @@ def test_padding_is_dropped_wherever_it_stands(formats, residual):
         part = slice(start, start + 50)
         _append(together, *(x[:, :, part] for x in poisoned), mask[:, part])
     for row in range(4):
-        alone = _store(spec)
-        _append(alone, *(x[row : row + 1, :, mask[row]] for x in (k, v)))
-        _assert_same(_row(together, row), _row(alone))
+        separate = _store(spec)
+        _append(separate, *(x[row : row + 1, :, mask[row]] for x in (k, v)))
+        _assert_same(_row(together, row), _row(separate))
 
 
 def test_nothing_is_packed_twice(monkeypatch):
@@ -177,12 +177,12 @@ def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
     """Random beam steps, each row against a row of its own that was fed the same tokens; pages never multiply."""
     spec = _spec(formats, residual=residual)
     store = _store(spec, batch=3, capacity=capacity)
-    alone = [_store(spec) for _ in range(3)]
+    separate = [_store(spec) for _ in range(3)]
     generator = torch.Generator().manual_seed(0)
     for step in range(60):
         k, v = _tokens(3, 70 if step == 0 else 7, seed=step)
         _append(store, k, v)
-        for row, single in enumerate(alone):
+        for row, single in enumerate(separate):
             _append(single, k[row : row + 1], v[row : row + 1])
         rows = torch.randint(3, (3,), generator=generator)
         pool = [(block.data_ptr(), block.clone()) for block in store.state.pool]
@@ -190,14 +190,14 @@ def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
         packed = store.state.page_table[full].unique().long()
         contents = read_pages(store.state.pool, packed)
         store.select_rows(rows)
-        alone = [copy.deepcopy(alone[row]) for row in rows.tolist()]
+        separate = [copy.deepcopy(separate[row]) for row in rows.tolist()]
         # full pages stay where they are
         assert [block.data_ptr() for block in store.state.pool] == [pointer for pointer, _ in pool]
         kept = torch.isin(packed, store.state.page_table[store._full_entries(store.state.paged)].long())
         assert torch.equal(read_pages(store.state.pool, packed)[kept], contents[kept])
         if not spec.direct:  # an open page is copied; otherwise not a byte of the pool changes
             assert all(torch.equal(block, old) for block, (_, old) in zip(store.state.pool, pool, strict=True))
-    for row, single in enumerate(alone):
+    for row, single in enumerate(separate):
         _assert_same(_row(store, row), _row(single))
     assert store.num_pages == store.batch_size * store.pages_per_row  # reclaimed, not added
 

@@ -29,5 +29,5 @@ def report(name: str, defines: tuple[tuple[str, str], ...], arch: str) -> str:
 
     if int(arch.strip("sm_a")) not in nvrtc.nvrtcGetSupportedArchs()[1]:
         pytest.skip(f"this NVRTC does not know {arch}")
-    _, said = compile._compile(compile.text(name, defines), name, arch, ("--ptxas-options=-v",))
-    return said
+    _, log = compile._compile(compile.text(name, defines), name, arch, ("--ptxas-options=-v",))
+    return log

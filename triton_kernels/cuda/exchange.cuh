@@ -56,7 +56,7 @@ struct Exchange {
       add(turn, s);
     }
   }
-  // The unit that the worker has claimed: its first warp tells it, `told` is for all lanes, after a `meet`.
+  // The unit that the worker has claimed: its first warp publishes it, `told` is for all lanes, after a `meet`.
   __device__ __forceinline__ void tell(int claimed) const {
     if (!ORDERED && own_slice() == 0 && threadIdx.x % 32 == 0) *claims = claimed;
   }

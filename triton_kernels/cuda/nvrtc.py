@@ -143,16 +143,16 @@ def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> 
         status, *_ = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        said = log.decode(errors="replace").strip("\0\n")
+        compiler_log = log.decode(errors="replace").strip("\0\n")
         if int(status) != 0:
-            shown = "\n".join(said.splitlines()[:LOG_LINES])
+            shown = "\n".join(compiler_log.splitlines()[:LOG_LINES])
             raise CompileError(
                 f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. "
                 f"Its log begins:\n{shown}"
             )
         out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, out))
-        return bytes(out), said
+        return bytes(out), compiler_log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -117,7 +117,7 @@ def served_name(name: str) -> str:
 
 
 class PatientServer(uvicorn.Server):
-    """uvicorn's server. When it shuts down, answers have some seconds to end; the rest is cancelled, and clients are told.
+    """uvicorn's server. When it shuts down, answers have some seconds to end; the rest is cancelled, and clients get an error.
     It shuts down by itself when no request can be answered any more.
 
     Args:
