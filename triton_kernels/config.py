@@ -68,6 +68,11 @@ DECODE_FINER_KEYS = (
     (16, Config(16, 128, 32, num_warps=2, num_stages=2, programs=6, swapped=True)),
     (256, Config(16, 32, 16, num_warps=1, num_stages=3, programs=12, swapped=True)),
 )
+#: the same for heads of more than 256 channels: by the width of a plane of values
+DECODE_WIDE = (
+    (128, Config(16, 32, 16, num_warps=4, num_stages=2, programs=4, swapped=True)),
+    (512, Config(16, 16, 16, num_warps=4, num_stages=2, programs=4, swapped=True)),
+)
 #: the same if keys or values gather from shared memory. Two warps, because within one warp Triton gathers by shuffles.
 #: Chosen from the machine code: the fewest registers without spilling
 DECODE_GATHERING = Config(16, 128, 32, num_warps=2, num_stages=2, programs=7, registers=144, swapped=True)
@@ -83,12 +88,16 @@ def attend_config(
         return Config(16, 32, 32, num_warps=4, num_stages=1, programs=4)
     if rows <= 16 and gathers:
         config = DECODE_GATHERING._replace(block_m=8) if rows <= 8 else DECODE_GATHERING
+        if widest > 256:
+            return config._replace(block_n=64, num_warps=4, programs=4, registers=None)
         return config if rows <= 8 and widest <= 128 else config._replace(programs=4, registers=None)
     if rows <= 16:
         # the finer table was measured for planes up to 64 channels; dense keys over packed values take the usual one
-        table = DECODE_FINER_KEYS if value_width < key_width <= 64 else DECODE
+        table = DECODE_WIDE if widest > 256 else DECODE_FINER_KEYS if value_width < key_width <= 64 else DECODE
         config = next(config for width, config in table if value_width <= width)
         return config._replace(block_m=8) if rows <= 8 else config._replace(registers=None)
+    if widest > 256:
+        return Config(16, 16, 16, num_warps=4, num_stages=2, programs=2)
     block_n = 64 if widest <= 128 else 32
     return Config(32, block_n, block_n, num_warps=4, num_stages=2, programs=2)
 

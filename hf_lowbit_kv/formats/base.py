@@ -16,8 +16,8 @@ from .records import Field as Field
 from .records import Parameter as Parameter
 from .records import Parametrized, place, size, views
 
-#: head sizes that the kernels support
-HEAD_DIMS = (64, 80, 96, 128, 256)
+#: head sizes that formats store; a backend says which of them its kernels take
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 #: tensors of `Format.record_parameters`, in that order; `[H or 1, ...]` each
 Tensors = Sequence[torch.Tensor]
 

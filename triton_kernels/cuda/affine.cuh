@@ -89,6 +89,10 @@ template <int BITS, int D> struct Codes {
     return w[LOW_AT + (Planes<BITS>::LOW == 1 ? k / 2 : k)];
   }
   static constexpr int BYTES = 128 * WORDS;  // bytes of 32 tokens
+  // Copies the codes of a piece.
+  static __device__ __forceinline__ void copy(bool real, u32 slot, const u8* codes, int token, int lane) {
+    copy_codes<SPLIT ? 128 * LOW_AT : BYTES, SPLIT ? BYTES - 128 * LOW_AT : 0>(real, slot, codes, token, lane);
+  }
 };
 
 // Four consecutive fp16 numbers with `stride` elements between them.

@@ -6,7 +6,7 @@ import torch
 
 from ...formats.affine import Affine
 from ...formats.fragment import LAYOUTS
-from .needs import Needs
+from .needs import Needs, slices
 
 #: as keys, as values
 SIDES = (True, True)
@@ -21,17 +21,18 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
     channel = fmt.axis == "channel"
     group = fmt.group_size or (page_size if channel else head_dim)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
-    arguments = f"{fmt.bits}, {str(channel).lower()}, {group}, {head_dim}, {at['scale']}, {at['zero']}"
+    own = head_dim // slices(head_dim)
+    form, places = f"{fmt.bits}, {str(channel).lower()}, {group}", f"{at['scale']}, {at['zero']}"
 
     def meta(piece: int) -> int:
-        return 4 * head_dim * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
+        return 4 * own * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
 
     return Needs(
         "affine_values.cuh" if transposed else "affine_keys.cuh",
-        f"Affine{'Values' if transposed else 'Keys'}<{arguments}>",
+        f"Affine{'Values' if transposed else 'Keys'}<{form}, {own}, {places}>",
         "encode_affine.cuh",
-        f"AffineEncoder<{arguments}, {str(transposed).lower()}>",
-        4 * head_dim * fmt.bits,  # of 32 tokens
+        f"AffineEncoder<{form}, {head_dim}, {places}, {str(transposed).lower()}>",
+        4 * own * fmt.bits,  # of 32 tokens
         meta,
         bits=fmt.bits,
         grouped=fmt.group_size is not None,
@@ -39,5 +40,5 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
         same_for=group if channel else 0,
         scratch=12 if not channel and fmt.group_size is None else 0,
         queries=3 if channel and fmt.bits == 2 else 2,
-        sums=1 if channel else head_dim // group,
+        sums=1 if channel else max(own // group, 1),
     )

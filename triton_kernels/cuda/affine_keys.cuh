@@ -10,13 +10,16 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr bool NORMALISED = true;  // needs q as fp16 of magnitude at most 1, times 2^LIFT
   static constexpr int LIFT =
       CHANNEL && BITS == 2 ? 14 : 0;  // if not 0, also a second copy without it: see `from_rows`
-  static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
+  // Per token: channels of a group that the warp has, its groups, and all groups of a token.
+  static constexpr int SPAN = CHANNEL || GROUP < D ? GROUP : D, GROUPS = CHANNEL ? 1 : D / SPAN,
+                       ALL = CHANNEL ? 1 : SLICES * D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
-  static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
+  static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * ALL * 2;
   static constexpr int SLOT = CODES + 2 * META;
-  static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;  // bytes of a page's part
-  static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2,
+  static constexpr int PART = ZERO_AT + PAGE * SLICES * D / GROUP * 2;  // bytes of a page's part
+  static_assert(SCALE_AT >= PAGE * SLICES * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * SLICES * D / GROUP * 2,
                 "codes, scales, zero points");
+  static_assert(SLICES == 1 || !CHANNEL || GROUP >= PT, "one group of tokens a piece");
   static constexpr int SECOND =
       CHANNEL && GROUP >= UNIT ? CODES : SLOT;  // slot of a unit's second piece, which uses the first piece's scales
 
@@ -166,8 +169,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
-    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * C::BYTES, lane);
-    const int first = CHANNEL ? token / GROUP * D * 2 : token * GROUPS * 2;
+    C::copy(in_unit(limit), slot, part, token, lane);
+    const int first = CHANNEL ? (token / GROUP * SLICES + own_slice()) * D * 2 : token * ALL * 2;
     if (!CHANNEL || fresh || token % GROUP == 0)
       copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
@@ -178,6 +181,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       if (fresh || token % GROUP == 0) return load_group(rows, slot + CODES, 0, lane);
     return rows;
   }
+
+  // The warp's first group of those of a token.
+  static __device__ __forceinline__ int first_group() { return ALL > 1 ? own_slice() * GROUPS : 0; }
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
     const int g = lane >> 2;
@@ -214,7 +220,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
             for (int n = 0; n < NT; n++) {
               mma<false>(less[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
-              if (CHANNEL ? k == D / 16 - 1 : (k + 1) * 16 % GROUP == 0)
+              if (CHANNEL ? k == D / 16 - 1 : (k + 1) * 16 % SPAN == 0)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                   part[h][n][i] += less[h][n][i] * (P::PART / low_position(h));
@@ -224,11 +230,11 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
           }
         }
         if constexpr (!CHANNEL)
-          if ((k + 1) * 16 % GROUP == 0) {  // a group of channels is complete: its scale and zero point
-            const int i0 = k * 16 / GROUP;
-            const u32 meta = slot + CODES + ((blk * 32 + 4 * g) * GROUPS + i0) * 2;
-            four_halves<GROUPS>(scale, meta);
-            four_halves<GROUPS>(zero, meta + META);
+          if ((k + 1) * 16 % SPAN == 0) {  // a group of channels is complete: its scale and zero point
+            const int i0 = k * 16 / SPAN;
+            const u32 meta = slot + CODES + ((blk * 32 + 4 * g) * ALL + first_group() + i0) * 2;
+            four_halves<ALL>(scale, meta);
+            four_halves<ALL>(zero, meta + META);
 #pragma unroll
             for (int n = 0; n < NT; n++)
 #pragma unroll

@@ -13,16 +13,19 @@
 template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> struct AffineValues {
   using C = Codes<BITS, D>;
   using P = Planes<BITS>;
-  static constexpr int GROUPS = CHANNEL ? 1 : D / GROUP;
+  // Per token: channels of a group that the warp has, its groups, and all groups of a token.
+  static constexpr int SPAN = CHANNEL || GROUP < D ? GROUP : D, GROUPS = CHANNEL ? 1 : D / SPAN,
+                       ALL = CHANNEL ? 1 : SLICES * D / GROUP;
   static constexpr int CODES = PT / 32 * C::BYTES;
-  static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * GROUPS * 2;
+  static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * ALL * 2;
   static constexpr int SLOT = CODES + 2 * META;
   static constexpr float SUM_UNIT = 1 / TWO24;                 // the unit of the sums that `add` makes
-  static constexpr int PART = ZERO_AT + PAGE * D / GROUP * 2;  // bytes of a page's part
-  static_assert(SCALE_AT >= PAGE * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * D / GROUP * 2,
+  static constexpr int PART = ZERO_AT + PAGE * SLICES * D / GROUP * 2;  // bytes of a page's part
+  static_assert(SCALE_AT >= PAGE * SLICES * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * SLICES * D / GROUP * 2,
                 "codes, scales, zero points");
+  static_assert(SLICES == 1 || !CHANNEL || GROUP >= PT, "one group of tokens a piece");
   // With one scale for a token, the lane that has the token computes what depends on it once, and shares it through shared memory.
-  static constexpr bool HANDED = !CHANNEL && GROUPS == 1;
+  static constexpr bool HANDED = !CHANNEL && ALL == 1;
   static constexpr int SCRATCH = HANDED ? 3 * PT * 4 : 0;
 
   float shift[PT / 32][4];  // added to the exponents of the lane's tokens
@@ -36,8 +39,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
-    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * C::BYTES, lane);
-    const int first = CHANNEL ? token / GROUP * D * 2 : token * GROUPS * 2;
+    C::copy(in_unit(limit), slot, part, token, lane);
+    const int first = CHANNEL ? (token / GROUP * SLICES + own_slice()) * D * 2 : token * ALL * 2;
     copy_pair<META>(in_unit(limit), slot + CODES, part + SCALE_AT + first, part + ZERO_AT + first, lane);
   }
 
@@ -45,9 +48,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     return half_position<BITS>(j & 1) * operand_position<BITS>(j >> 1);
   }
 
+  // The warp's first group of those of a token.
+  static __device__ __forceinline__ int first_group() { return ALL > 1 ? own_slice() * GROUPS : 0; }
+
   // Scales and zero points of one group of channels for the lane's four tokens of a block, positions divided out.
   __device__ __forceinline__ void load_scale(float* scale, u32 slot, int blk, int i, int limit, int lane) const {
-    four_halves<GROUPS>(scale, slot + CODES + ((blk * 32 + lane / 4 * 4) * GROUPS + i) * 2);
+    four_halves<ALL>(scale, slot + CODES + ((blk * 32 + lane / 4 * 4) * ALL + first_group() + i) * 2);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
@@ -143,7 +149,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       lds<4>(reinterpret_cast<u32*>(zero), scratch + (2 * PT + blk * 32 + lane / 4 * 4) * 4);
     } else {
       load_scale(scale, slot, blk, group, limit, lane);
-      four_halves<GROUPS>(zero, slot + CODES + META + ((blk * 32 + lane / 4 * 4) * GROUPS + group) * 2);
+      four_halves<ALL>(zero, slot + CODES + META + ((blk * 32 + lane / 4 * 4) * ALL + first_group() + group) * 2);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
@@ -172,8 +178,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     lessen(p, less);
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-      if (k * 16 / GROUP != group) continue;
-      const u32* own = C::tile(w, words, k, group * (GROUP / 16));
+      if (k * 16 / SPAN != group) continue;
+      const u32* own = C::tile(w, words, k, group * (SPAN / 16));
       product(o[k], own, w, k, p, less);
     }
   }

@@ -3,12 +3,14 @@
 //
 // One launch, one block of threads for each multiprocessor. The work of all rows (sequence x KV head), counted in bytes, is cut into equal
 // shares, one for each team of warps. A share may begin and end inside rows. First a few of the team's warps take the row's window. Then
-// every warp takes units of the row's pages: the next one whenever it has finished one. Warps of different teams alternate, because the
+// every warp takes units of the row's pages: the next one whenever it has finished one. (In heads of more than 256 channels two warps do
+// so together, and such a pair is meant by "worker": `exchange.cuh`.) Warps of different teams alternate, because the
 // scheduler serves older warps first and they run ahead. The last team to finish a row merges the results that other teams left in memory.
 //
 // q k^T and p v are computed by m16n8k16. Its left operand is the stored tokens, its eight columns are query rows (heads x tokens).
 // Lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
 #include "warp.cuh"
+#include "exchange.cuh"
 #include "pages.cuh"
 #include "window.cuh"
 #include "plan.cuh"
@@ -36,10 +38,10 @@ __device__ __forceinline__ void fill_tables(const Args& a, u32 tables, int h, in
   commit();
 }
 
-// How many of a team's warps take the row's window: few, so that the others are not held up. They take it before their pages, because
+// How many of a team's workers take the row's window: few, so that the others are not held up. They take it before their pages, because
 // taking pages one by one evens out the time.
-__device__ __forceinline__ int warps_for_window(int blocks, int units) {
-  return min(blocks, max(1, min((int)__fdividef((float)(WARPS * blocks + units), (float)(units + 1)), WARPS)));
+__device__ __forceinline__ int workers_for_window(int blocks, int units) {
+  return min(blocks, max(1, min((int)__fdividef((float)(WORKERS * blocks + units), (float)(units + 1)), WORKERS)));
 }
 
 extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const __grid_constant__ StepArgs a) {
@@ -48,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
   __shared__ Due dues[DUES];
   __shared__ Part parts[TEAMS];
   __shared__ Share shares[TEAMS];
+  __shared__ int claims[SLICES > 1 ? TEAMS * WORKERS : 1];  // see `Exchange`
   const int team = TEAMS == 1 ? 0 : (threadIdx.x >> 5) % TEAMS, warp = (threadIdx.x >> 5) / TEAMS,
             lane = threadIdx.x & 31;
   const int thread = warp * 32 + lane,
@@ -81,10 +84,13 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     return;
   }
 
-  const WarpSums sums{reinterpret_cast<float*>(smem + HEAD_BYTES)};
-  const u32 rows_raw = shared_address(smem), rows = rows_raw + (Keys::NORMALISED ? ROWS * Q_STRIDE : 0);
-  const u32 slots = shared_address(smem + HEAD_BYTES + warp * WARP_BYTES);
-  const float* size = reinterpret_cast<const float*>(smem + Q_BYTES);
+  u8 *own_head = smem + warp % SLICES * HEAD_BYTES, *memory_of_warps = smem + SLICES * HEAD_BYTES;
+  const WarpSums sums{reinterpret_cast<float*>(memory_of_warps)};
+  const u32 rows_raw = shared_address(own_head), rows = rows_raw + (Keys::NORMALISED ? ROWS * Q_STRIDE : 0);
+  const u32 slots = shared_address(memory_of_warps + warp * WARP_BYTES);
+  const float* size = reinterpret_cast<const float*>(own_head + Q_BYTES);
+  const Exchange exchange(memory_of_warps, claims, team, warp, lane);
+  const int worker = warp / SLICES;
   Warp w;
   find_table(w.keys, tables, lane);
   find_table(w.values, tables + KEY_TABLE, lane);
@@ -94,18 +100,18 @@ extern "C" __global__ void __launch_bounds__(TEAMS * WARPS * 32, 1) attend(const
     const Row row = part.row;
     const int w0 = part.blocks[0], w1 = part.blocks[1];
     const Work work(row, part.units[0], part.units[1]);
-    const int few = warps_for_window(w1 - w0, work.units);
-    const bool both = warp < few;
-    const Window window{a, row, w0 + warp, both ? w1 : 0, few, lane, slots};
-    const int item = both ? WARPS - 1 - warp : warp - few;
+    const int few = workers_for_window(w1 - w0, work.units);
+    const bool both = worker < few;
+    const Window window{a, row, w0 + worker, both ? w1 : 0, few, lane, slots, exchange};
+    const int item = both ? WORKERS - 1 - worker : worker - few;
     const TokenStore token(part, row_block, warp);
     token.begin(dues, team, thread);
 
     // begin the copies, and bring the queries to where the products read them
     if (asked) queries.settle();
     else queries.load(a, row.b, row.h, row_block, warp, lane);
-    Pages pages(a, row, work, &takens[team], lane);
-    if (both) transform_chunk(a, row, w0 + warp, w1, few, lane);
+    Pages pages(a, row, work, &takens[team], lane, exchange);
+    if (both) transform_chunk(a, row, w0 + worker, w1, few, lane);
     const bool other = TABLES && !SHARED_TABLES && books != row.h;
     if (other) {
       fill_tables(a, tables, row.h, thread);

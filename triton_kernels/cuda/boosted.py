@@ -11,6 +11,10 @@ from .needs import Needs
 SIDES = (True, False)
 
 
+def divides(fmt: Boosted, head_dim: int, transposed: bool) -> bool:
+    return False  # the boosted channels lie anywhere in the head
+
+
 def needs(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     count, columns = fmt.boosted(head_dim), fmt.columns(head_dim)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}

@@ -44,6 +44,7 @@ template <int DIM, int BITS, int REPLICAS> struct Table {
 template <int DIM, int BITS, int D> struct Stream {
   static constexpr int WORDS = D / DIM * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
   static constexpr int BYTES = 128 * WORDS;  // bytes of all lanes
+  static_assert(SLICES == 1 || V == 4, "a slice begins with a load, whatever the number of words");
   static_assert(D / DIM * BITS % 32 == 0, "formats.Codebook.in_lanes");
 
   u32 w[WORDS];
@@ -58,7 +59,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   using S = Stream<DIM, BITS, D>;
   static constexpr bool NORMALISED = true;  // needs q as fp16 of magnitude at most 1
   static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES,
-                       PART = PAGE / 32 * S::BYTES;
+                       PART = PAGE / 32 * SLICES * S::BYTES;
 
   u32 q[NT][D / 8];  // right operand
   float c[NT][2];    // factor of the scores of columns 2 t, 2 t + 1
@@ -82,7 +83,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const {
-    copy_linear<SLOT>(in_unit(limit), slot, part + token / 32 * S::BYTES, lane);
+    copy_codes<S::BYTES>(in_unit(limit), slot, part, token, lane);
   }
   __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
 
@@ -144,7 +145,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
-  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES, PART = PAGE / 32 * S::BYTES;
+  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES, PART = PAGE / 32 * SLICES * S::BYTES;
   static constexpr float SUM_UNIT = 1.f;
   static constexpr bool OWN_ORDER = true;
   static __device__ __forceinline__ constexpr int channel(int k, int j, int g) {
@@ -159,7 +160,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   __device__ __forceinline__ void find(u32 at, int lane) { table = at + lane % REPLICAS * T::ENTRY; }
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
-    copy_linear<SLOT>(in_unit(limit), slot, part + token / 32 * S::BYTES, lane);
+    copy_codes<S::BYTES>(in_unit(limit), slot, part, token, lane);
   }
   __device__ __forceinline__ void weigh(u32, u32, int, int) {}
   __device__ __forceinline__ float exponent(int, int) const { return 0.f; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...formats.codebook import Codebook
-from .needs import Needs
+from .needs import Needs, slices
 
 #: as keys, as values
 SIDES = (True, True)
@@ -14,15 +14,21 @@ SIDES = (True, True)
 LANES_BYTES, MOST_TABLE = 128, 64 * 1024
 
 
+def divides(fmt: Codebook, head_dim: int, transposed: bool) -> bool:
+    # a warp's words of 32 tokens are whole loads of four
+    return head_dim // slices(head_dim) // fmt.dim * fmt.bits // 32 % 4 == 0
+
+
 def needs(fmt: Codebook, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     copies = max(min(LANES_BYTES, MOST_TABLE >> fmt.bits) // (2 * fmt.dim), 1)
+    own = head_dim // slices(head_dim)
     arguments = f"{fmt.dim}, {fmt.bits}"
     return Needs(
         "codebook.cuh",
-        f"Codebook{'Values' if transposed else 'Keys'}<{arguments}, {copies}, {head_dim}>",
+        f"Codebook{'Values' if transposed else 'Keys'}<{arguments}, {copies}, {own}>",
         "encode_codebook.cuh",
         f"CodebookEncoder<{arguments}, {head_dim}, {str(transposed).lower()}>",
-        4 * head_dim * fmt.bits // fmt.dim,
+        4 * own * fmt.bits // fmt.dim,
         lambda piece: 0,
         bits=-(-fmt.bits // fmt.dim),
         table=2 * fmt.dim * copies << fmt.bits,

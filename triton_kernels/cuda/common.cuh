@@ -17,6 +17,11 @@ using u64 = unsigned long long;
 #endif
 #endif
 
+// Heads of more than 256 channels: SLICES warps take the same tokens. Each has a slice of the channels (`exchange.cuh`).
+#ifndef SLICES
+#define SLICES 1
+#endif
+
 // Marks code that most launches do not reach, or only one warp: it is kept out of line. Behind another kernel a launch finds no instruction
 // in a cache, so every instruction on its way costs a load.
 #define COLD __device__ __noinline__
@@ -100,6 +105,27 @@ template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 
   for (int at = 0; at < BYTES; at += 512)
     cp16_if(real && (at + 512 <= BYTES || at + lane * 16 < BYTES), target + at + lane * 16, from + at);
 }
+
+#ifdef PAGE
+// The warp's slice.
+__device__ __forceinline__ int own_slice() {
+  if constexpr (SLICES == 1) return 0;
+  else return (threadIdx.x >> 5) / TEAMS % SLICES;
+}
+static_assert(SLICES == 1 || PT == 32, "a slice of a piece's codes is one run of bytes in each plane");
+
+// Copies the codes of a piece, of the warp's channels. HIGH, LOW: bytes of 32 tokens of these channels in the first plane, and in the second.
+template <int HIGH, int LOW = 0>
+__device__ __forceinline__ void copy_codes(bool real, u32 target, const u8* codes, int token, int lane) {
+  if constexpr (SLICES == 1 || LOW == 0)
+    copy_linear<PT / 32 * (HIGH + LOW)>(real, target, codes + (token / 32 * SLICES + own_slice()) * (HIGH + LOW), lane);
+  else {
+    const u8* block = codes + token / 32 * SLICES * (HIGH + LOW);
+    copy_linear<HIGH>(real, target, block + own_slice() * HIGH, lane);
+    copy_linear<LOW>(real, target + HIGH, block + SLICES * HIGH + own_slice() * LOW, lane);
+  }
+}
+#endif
 
 // Two arrays of `BYTES` bytes each, one behind the other.
 template <int BYTES>

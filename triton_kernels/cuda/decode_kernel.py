@@ -16,6 +16,7 @@ from ..toolchain import why_no_launcher
 from .arguments import AttendArgs, Factors, StepArgs, address, factors, place_layer, tables
 from .geometry import grid_size, rows_of_teams
 from .modules import AttendKernel, attend_module, properties
+from .needs import slices
 
 DTYPES = (torch.float16, torch.bfloat16)
 #: query rows of a KV head up to which the kernel transforms queries and keys itself. It repeats the work for every 8 or
@@ -127,7 +128,10 @@ class DecodeKernel:
         teams = min(grid_size(slots, programs), most)
         self._grid, self._threads = (-(-teams // choice.teams), row_blocks, 1), 32 * choice.teams * choice.warps
         shared_rows = 0 if teams == 1 else row_blocks * (teams + programs) * row_block  # a single team shares no row
-        self._out, self._partial = (batch, tokens, q_heads, head_dim_v), shared_rows * (head_dim_v + 2)
+        self._out, self._partial = (
+            (batch, tokens, q_heads, head_dim_v),
+            shared_rows * (head_dim_v + 2 * slices(head_dim_v)),
+        )
         self._state, self._arrived, self._counters = state, row_blocks * programs, row_blocks * programs + 1
         self._strides: tuple | None = None
 

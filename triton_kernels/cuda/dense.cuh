@@ -4,7 +4,8 @@
 
 template <int D> struct DenseKeys {
   static constexpr bool NORMALISED = false;
-  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT, PART = PAGE * D * 2;
+  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT,
+                       PART = PAGE * SLICES * D * 2;
   float c;
 
   __device__ __forceinline__ void begin(u32, const float*, const float*, float scale, int) { c = scale; }
@@ -16,7 +17,7 @@ template <int D> struct DenseKeys {
           [&](int j, bool& keep) {
             const int i = blk * 32 + lane / 4 * 4 + j;
             keep = i < limit;
-            return part + (i64)(token + i) * D * 2;
+            return part + ((i64)(token + i) * SLICES + own_slice()) * D * 2;
           },
           lane);
   }
@@ -30,7 +31,7 @@ template <int D> struct DenseKeys {
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0, PART = PAGE * D * 2;
+  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0, PART = PAGE * SLICES * D * 2;
   static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}

@@ -13,7 +13,8 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
   static constexpr int PARTS = 4;  // threads that share a channel's sum over a page
   static constexpr int LANE = (D + 31) / 32, EACH = LANE <= 2   ? LANE
                                                     : LANE <= 4 ? 4
-                                                                : 8;  // channels of a lane; to a power of two
+                                                    : LANE <= 8 ? 8
+                                                                : 16;  // channels of a lane; to a power of two
   struct Space {
     const u16* tokens[PAGE];
     float center[D], step[D], off[D], sum[PARTS][D];  // off: what the page's mean takes from a channel

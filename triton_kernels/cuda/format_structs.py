@@ -4,7 +4,8 @@ Such a module has:
 
 - `SIDES`: whether the format may be that of keys, and that of values;
 - `needs(fmt, head_dim, page_size, dtype, transposed)`, see `needs.Needs` (transposed: values);
-- `covers(fmt)`, if it does not serve every format of the class.
+- `covers(fmt)`, if it does not serve every format of the class;
+- `divides(fmt, head_dim, transposed)`, if not every head of more than `needs.WIDEST` channels can be divided among warps.
 
 `Needs` names the format's C++ files too. Kernels include them by macros, so no other source names a format.
 Importing this needs neither a GPU nor a compiler.
@@ -26,7 +27,7 @@ from ...formats.fp8_centered import Fp8Centered
 from ...formats.static import Static
 from ...formats.trellis import Trellis
 from . import affine, boosted, codebook, dense, fp8, fp8_centered, static, trellis
-from .needs import Needs
+from .needs import WIDEST, Needs, slices
 
 KERNELS: dict[type[Format], ModuleType] = {
     Affine: affine,
@@ -46,11 +47,16 @@ def covered(fmt: Format, transposed: bool) -> bool:
     return module is not None and module.SIDES[transposed] and getattr(module, "covers", lambda fmt: True)(fmt)
 
 
-def why_not(keys: Format, values: Format) -> str | None:
-    """Why the kernels cannot serve these formats, or `None`."""
+def why_not(keys: Format, values: Format, widths: tuple[int, int] | None = None) -> str | None:
+    """Why the kernels cannot serve these formats, or `None`. widths: head_dim of keys and of values; `None`: any."""
     for fmt, transposed, side in ((keys, False, "keys"), (values, True, "values")):
         if not covered(fmt, transposed):
             return f"has no kernels for {side} in format {fmt.name!r} yet"
+        if widths is not None and slices(head_dim := widths[transposed]) > 1:
+            if not getattr(KERNELS[type(fmt)], "divides", lambda *args: True)(fmt, head_dim, transposed):
+                return f"has no kernels for {side} in format {fmt.name!r} with head_dim={head_dim}; allowed: up to {WIDEST}"
+    if widths is not None and slices(widths[0]) != slices(widths[1]):
+        return f"takes no heads of {widths[0]} and {widths[1]} channels: both or neither may have more than {WIDEST}"
     return None
 
 

@@ -9,10 +9,10 @@
 template <int D, int SCALE_AT> struct Fp8 {
   using C = Codes<8, D>;
   static constexpr int CODES = PT / 32 * C::BYTES, SLOT = CODES + PT * 4, PART = SCALE_AT + PAGE * 4;
-  static_assert(SCALE_AT >= PAGE * D && C::V == 4 && C::TILES == 1, "codes, scales");
+  static_assert(SCALE_AT >= PAGE * SLICES * D && C::V == 4 && C::TILES == 1, "codes, scales");
 
   static __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) {
-    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * C::BYTES, lane);
+    C::copy(in_unit(limit), slot, part, token, lane);
     copy_linear<PT * 4>(in_unit(limit), slot + CODES, part + SCALE_AT + token * 4, lane);
   }
   // Two operands (16 tokens each) over 16 channels of a block.

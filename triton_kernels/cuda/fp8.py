@@ -6,7 +6,7 @@ import torch
 
 from ...formats.fp8 import Fp8
 from ...formats.fragment import LAYOUTS
-from .needs import Needs
+from .needs import Needs, slices
 
 #: as keys, as values
 SIDES = (True, True)
@@ -21,13 +21,13 @@ def needs(fmt: Fp8, head_dim: int, page_size: int, dtype: torch.dtype, transpose
         raise ValueError(
             f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.storage_spec"
         )
-    arguments = f"{head_dim}, {fmt.fields(head_dim, page_size, dtype)[-1].offset}"
+    own, at = head_dim // slices(head_dim), fmt.fields(head_dim, page_size, dtype)[-1].offset
     return Needs(
         "fp8.cuh",
-        f"Fp8{'Values' if transposed else 'Keys'}<{arguments}>",
+        f"Fp8{'Values' if transposed else 'Keys'}<{own}, {at}>",
         "encode_fp8.cuh",
-        f"Fp8Encoder<{arguments}, {str(transposed).lower()}>",
-        32 * head_dim,
+        f"Fp8Encoder<{head_dim}, {at}, {str(transposed).lower()}>",
+        32 * own,
         lambda piece: 4 * piece,
         bits=8,
     )

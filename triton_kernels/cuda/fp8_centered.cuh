@@ -7,14 +7,15 @@
 template <int D, int SCALE_AT, int CENTER_AT> struct Fp8CenteredKeys : Fp8Keys<D, SCALE_AT> {
   using Base = Fp8Keys<D, SCALE_AT>;
   static constexpr int TOKENS = Base::SLOT, SLOT = TOKENS + 2 * D, SECOND = PAGE >= UNIT ? TOKENS : SLOT,
-                       PART = CENTER_AT + 2 * D;
+                       PART = CENTER_AT + 2 * D * SLICES;
   static_assert(CENTER_AT >= Base::PART, "codes, scales, center");
 
   float bias[NT][2];  // what the page's center adds to the scores of columns 2 t, 2 t + 1
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
     Base::copy(slot, part, token, fresh, limit, lane);
-    if (fresh || token % PAGE == 0) copy_linear<2 * D>(in_unit(limit), slot + TOKENS, part + CENTER_AT, lane);
+    if (fresh || token % PAGE == 0)
+      copy_linear<2 * D>(in_unit(limit), slot + TOKENS, part + CENTER_AT + 2 * D * own_slice(), lane);
   }
 
   // Multiplies queries by a page's center, as if this were one more row of keys. A lane has eight neighbouring channels of every 32.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...formats.fp8_centered import Fp8Centered
-from .needs import Needs
+from .needs import Needs, slices
 
 #: as keys, as values
 SIDES = (True, False)
@@ -13,14 +13,14 @@ SIDES = (True, False)
 
 def needs(fmt: Fp8Centered, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
-    arguments = f"{head_dim}, {at['scale']}, {at['center']}"
+    own, places = head_dim // slices(head_dim), f"{at['scale']}, {at['center']}"
     return Needs(
         "fp8_centered.cuh",
-        f"Fp8CenteredKeys<{arguments}>",
+        f"Fp8CenteredKeys<{own}, {places}>",
         "encode_fp8_centered.cuh",
-        f"Fp8CenteredEncoder<{arguments}>",
-        32 * head_dim,
-        lambda piece: 2 * head_dim + 4 * piece,
+        f"Fp8CenteredEncoder<{head_dim}, {places}>",
+        32 * own,
+        lambda piece: 2 * own + 4 * piece,
         bits=8,
         same_for=page_size,
         again=4,

@@ -20,7 +20,7 @@ from ...storage.transforms import Fused, base_order, hadamard
 from . import format_structs
 from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
-from .needs import Needs
+from .needs import Needs, slices
 
 #: bytes of shared memory that a block takes beyond what it asks for; bytes that a multiprocessor of an H100 or H200 has
 RESERVED, SHARED = 1024 + 512, 228 * 1024
@@ -82,15 +82,17 @@ def choose(
         NoRoomError: there is no room even for one warp.
     """
     widest = max(head_dim_k, head_dim_v)
-    row_tiles = 2 if rows > 8 and widest <= 128 else 1
+    # whether queries and sums take so many registers that other things get fewer; keys may be a bit wider than values
+    wide = widest > 192 or head_dim_k + head_dim_v > 320
+    row_tiles = 2 if rows > 8 and not wide else 1
     keys, values = sides = _sides(spec, head_dim_k, head_dim_v, dtype)
     bits, plain = max(side.bits for side in sides), not any(side.grouped for side in sides)
     # with two tiles of rows, scales and zero points of keys per token leave no registers for more
-    long = (row_tiles == 1 or keys.longer) and widest <= 128 and spec.page_size >= 64
+    long = (row_tiles == 1 or keys.longer) and not wide and spec.page_size >= 64
     piece = 64 if long and bits <= 4 and plain else 32
     # warps that registers allow
     spread = rows <= 4
-    most = 12 if row_tiles == 1 and widest <= 128 and plain and bits < 16 else 8
+    most = 12 if row_tiles == 1 and not wide and plain and bits < 16 else 8
     tables = keys.table + values.table
     most_teams = 4 if not tables else 1 if per_head else 2
 
@@ -98,11 +100,11 @@ def choose(
         best: tuple[float, ...] = (0.0,)
         chosen = None
         for narrow in narrows:
-            if chosen is not None and chosen.warps * chosen.teams >= (ENOUGH_WARPS if widest <= 128 else ENOUGH_WIDE):
+            if chosen is not None and chosen.warps * chosen.teams >= (ENOUGH_WIDE if wide else ENOUGH_WARPS):
                 break
-            each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow)
+            each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow, spread)
             for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
-                if each.block(warps, teams) + RESERVED > shared or warps * teams > most:
+                if each.block(warps, teams) + RESERVED > shared or warps * teams > most or warps % slices(widest):
                     continue
                 slots = processors * teams
                 even = rows_of_teams(grid_size(slots, heads), heads) != 0
@@ -127,7 +129,10 @@ def choose(
         ):
             chosen = other
     if chosen is None:
-        least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(1, 1) + RESERVED
+        least = (
+            memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True, spread).block(slices(widest), 1)
+            + RESERVED
+        )
         raise NoRoomError(
             f"needs {-(-least // 1024)} KiB of shared memory for keys {spec.key_format.name!r} and values "
             f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared // 1024} KiB"
@@ -140,7 +145,7 @@ def why_not(
 ) -> str | None:
     """Why the kernels cannot serve a layer, or `None` if they can. widths: head_dim of keys and of values; `None`:
     any."""
-    if (reason := format_structs.why_not(*spec.formats)) is not None or widths is None:
+    if (reason := format_structs.why_not(*spec.formats, widths)) is not None or widths is None:
         return reason
     stored = spec.with_layouts(*fragment.LAYOUTS)
     try:
@@ -183,7 +188,7 @@ def shared_bytes(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch
 
 
 def _memory(sides: tuple[Needs, Needs], head_dim_k: int, head_dim_v: int, choice: Choice) -> Memory:
-    return memory(*sides, head_dim_k, head_dim_v, choice.piece, choice.row_tiles, choice.narrow)
+    return memory(*sides, head_dim_k, head_dim_v, choice.piece, choice.row_tiles, choice.narrow, choice.spread)
 
 
 def grid_size(slots: int, heads: int) -> int:
@@ -252,6 +257,7 @@ def attend_defines(
             "TEAMS": choice.teams,
             "NT": choice.row_tiles,
             "SPREAD": int(choice.spread),
+            "SLICES": slices(max(head_dim_k, head_dim_v)),
             "NARROW": int(choice.narrow),
             "SHARED_BYTES": shared_bytes(spec, head_dim_k, head_dim_v, dtype, choice),
             "ARGUMENT_BYTES": ctypes.sizeof(StepArgs if fused else AttendArgs),

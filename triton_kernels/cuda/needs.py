@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+#: channels that a warp takes at most; wider heads are divided among warps that share tokens (`exchange.cuh`)
+WIDEST = 256
+
+
+def slices(head_dim: int) -> int:
+    """Into how many slices a head is divided."""
+    return -(-head_dim // WIDEST)
+
 
 class Needs(NamedTuple):
-    """The needs of one format on one side (keys or values), for one head size and page size."""
+    """The needs of one format on one side (keys or values), for one head size and page size; with `slices`, those of a warp
+    for its channels."""
 
     header: str
     """file with `struct`"""

@@ -24,7 +24,12 @@ template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane)
         o[k + step] = low - high;
       }
 #pragma unroll
-  for (int k = 0; k < WORDS; k++) o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : 0.0625f;
+  for (int k = 0; k < WORDS; k++) o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : D == 256 ? 0.0625f : 0.04419417382415922f;
+}
+
+// The sum o of a slice whose weights are l, as if they were `whole`: slices may differ in what their sums are relative to.
+__device__ __forceinline__ float relative_to(float whole, float o, float l) {
+  return l > 0.f ? __fdividef(o, l) * whole : 0.f;
 }
 
 // One output number: o and l, both relative to 2^m.
@@ -66,7 +71,7 @@ struct WarpSums {
 #pragma unroll
       for (int e = 0; e < COLUMNS_USED; e++) w.l[n][e] = sum_rows(w.l[n][e]);
 #pragma unroll
-      for (int k = 0; k < DV / 16; k++)
+      for (int k = 0; k < WV / 16; k++)
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY)
           mine[row_of(i & 1) * MERGE_STRIDE + out_channel(k, i >> 1, g)] = w.o[k][n][i];
@@ -79,16 +84,21 @@ struct WarpSums {
     }
   }
 
-  // o and l of row i and a channel, summed over all warps, both relative to 2^m.
+  // o and l of row i and a channel, summed over all warps that have the channel, both relative to 2^m.
   __device__ __forceinline__ float merged(int i, int channel, float& m, float& l) const {
     float o = 0.f;
     m = LOWEST;
     l = 0.f;
+    const float* first = memory;
+    if constexpr (SLICES > 1) {
+      first += channel / WV * STRIDE;
+      channel %= WV;
+    }
 #pragma unroll
-    for (int k = 0; k < WARPS; k++) m = fmaxf(m, memory[k * STRIDE + MAXIMA + i]);
+    for (int k = 0; k < WORKERS; k++) m = fmaxf(m, first[k * SLICES * STRIDE + MAXIMA + i]);
 #pragma unroll
-    for (int k = 0; k < WARPS; k++) {
-      const float* other = memory + k * STRIDE;
+    for (int k = 0; k < WORKERS; k++) {
+      const float* other = first + k * SLICES * STRIDE;
       const float f = ex2(other[MAXIMA + i] - m);
       l += f * other[WEIGHTS + i];
       o += f * other[i * MERGE_STRIDE + channel];
@@ -111,9 +121,10 @@ struct WarpSums {
       if (alone) target.put(a, i, x % DV, o, l, m);
       else {
         slot[x] = o;
-        if (x % DV == 0) {
-          slot[ROWS * DV + i] = m;
-          slot[ROWS * DV + ROWS + i] = l;
+        if (x % WV == 0) {
+          const int at = ROWS * DV + (SLICES == 1 ? 0 : x % DV / WV) * 2 * ROWS + i;
+          slot[at] = m;
+          slot[at + ROWS] = l;
         }
       }
     }
@@ -124,7 +135,13 @@ struct WarpSums {
     for (int i = warp; i < target.count; i += WARPS) {
       float m, l, o[DV / 32];
 #pragma unroll
-      for (int k = 0; k < DV / 32; k++) o[k] = merged(i, 32 * k + lane, m, l);
+      for (int k = 0; k < WV / 32; k++) o[k] = merged(i, 32 * k + lane, m, l);
+#pragma unroll
+      for (int k = WV / 32; k < DV / 32; k++) {
+        float own_m, own_l;
+        o[k] = merged(i, 32 * k + lane, own_m, own_l);
+        o[k] = relative_to(l, o[k], own_l);
+      }
       rotate_back<DV>(o, lane);
 #pragma unroll
       for (int k = 0; k < DV / 32; k++) target.put(a, i, 32 * k + lane, o[k], l, m);
@@ -143,43 +160,62 @@ __device__ __forceinline__ bool last_of_row(int* counter, int others, int& last,
   return last;
 }
 
-// Writes the outputs of a row that the teams `first` to `final` share. partial: the results of team c stand at + c * SLOT_FLOATS.
+// Sums over the teams `first` to `final` of row i, of a slice of the channels: o, and l, both relative to 2^m. partial: the results of team c
+// stand at + c * SLOT_FLOATS.
+template <int WORDS>
+__device__ __forceinline__ void merge_slice(const float* partial, int first, int final, int i, int slice, int lane,
+                                            float& m, float& l, float* o) {
+  constexpr int BATCH = 8;  // loads in flight
+  m = LOWEST;
+  l = 0.f;
+  for (int c0 = first; c0 <= final; c0 += BATCH) {
+    float ms[BATCH], ls[BATCH], os[BATCH][WORDS], top = m;
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const bool there = c0 + j <= final;
+      const float* slot = partial + (i64)(there ? c0 + j : final) * SLOT_FLOATS;
+      const float *of_row = slot + slice * WV, *of_rows = slot + slice * 2 * ROWS;
+      ms[j] = there ? __ldcg(of_rows + ROWS * DV + i) : -INF;
+      ls[j] = __ldcg(of_rows + ROWS * DV + ROWS + i);
+#pragma unroll
+      for (int k = 0; k < WORDS; k++)
+        os[j][k] = WV % 32 == 0 || k * 32 + lane < WV ? __ldcg(of_row + i * DV + k * 32 + lane) : 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) top = fmaxf(top, ms[j]);
+    const float decay = ex2(m - top);
+    m = top;
+    l *= decay;
+#pragma unroll
+    for (int k = 0; k < WORDS; k++) o[k] *= decay;
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const float f = ex2(ms[j] - m);
+      l += f * ls[j];
+#pragma unroll
+      for (int k = 0; k < WORDS; k++) o[k] += f * os[j][k];
+    }
+  }
+}
+
+// Writes the outputs of a row that the teams `first` to `final` share.
 __device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first,
                                             int final, int warp, int lane) {
   __threadfence();
   for (int i = warp; i < target.count; i += WARPS) {
-    constexpr int BATCH = 8, WORDS = (DV + 31) / 32;  // loads in flight, and a lane's channels
-    float m = LOWEST, l = 0.f, o[WORDS] = {};
-    for (int c0 = first; c0 <= final; c0 += BATCH) {
-      float ms[BATCH], ls[BATCH], os[BATCH][WORDS], top = m;
+    constexpr int WORDS = (WV + 31) / 32;  // a lane's channels of a slice
+    float m[SLICES], l[SLICES], o[SLICES * WORDS] = {};
 #pragma unroll
-      for (int j = 0; j < BATCH; j++) {
-        const bool there = c0 + j <= final;
-        const float* slot = partial + (i64)(there ? c0 + j : final) * SLOT_FLOATS;
-        ms[j] = there ? __ldcg(slot + ROWS * DV + i) : -INF;
-        ls[j] = __ldcg(slot + ROWS * DV + ROWS + i);
+    for (int slice = 0; slice < SLICES; slice++)
+      merge_slice<WORDS>(partial, first, final, i, slice, lane, m[slice], l[slice], o + slice * WORDS);
+    if constexpr (RESTORED) {
 #pragma unroll
-        for (int k = 0; k < WORDS; k++)
-          os[j][k] = DV % 32 == 0 || k * 32 + lane < DV ? __ldcg(slot + i * DV + k * 32 + lane) : 0.f;
-      }
-#pragma unroll
-      for (int j = 0; j < BATCH; j++) top = fmaxf(top, ms[j]);
-      const float decay = ex2(m - top);
-      m = top;
-      l *= decay;
-#pragma unroll
-      for (int k = 0; k < WORDS; k++) o[k] *= decay;
-#pragma unroll
-      for (int j = 0; j < BATCH; j++) {
-        const float f = ex2(ms[j] - m);
-        l += f * ls[j];
-#pragma unroll
-        for (int k = 0; k < WORDS; k++) o[k] += f * os[j][k];
-      }
+      for (int k = WORDS; k < SLICES * WORDS; k++) o[k] = relative_to(l[0], o[k], l[k / WORDS]);
+      rotate_back<DV>(o, lane);
     }
-    if constexpr (RESTORED) rotate_back<DV>(o, lane);
 #pragma unroll
-    for (int k = 0; k < WORDS; k++)
-      if (DV % 32 == 0 || k * 32 + lane < DV) target.put(a, i, k * 32 + lane, o[k], l, m);
+    for (int k = 0; k < SLICES * WORDS; k++)
+      if (WV % 32 == 0 || k * 32 + lane < WV)
+        target.put(a, i, k * 32 + lane, o[k], l[RESTORED ? 0 : k / WORDS], m[RESTORED ? 0 : k / WORDS]);
   }
 }

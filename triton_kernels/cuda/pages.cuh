@@ -1,8 +1,9 @@
 // Attention of a warp to packed pages.
 #pragma once
 #include "warp.cuh"
+#include "exchange.cuh"
 
-// Units [first, first + units) of a row's pages. A warp of the team takes the next unit when it has finished one: the scheduler serves
+// Units [first, first + units) of a row's pages. A worker of the team takes the next unit when it has finished one: the scheduler serves
 // older warps first, so they run ahead.
 struct Work {
   int first, units, end;  // end: index behind the last token
@@ -38,9 +39,11 @@ struct Pages {
   int* taken;         // units that the team has taken beyond the first two of each warp
   int pending, lane;  // the next unit to take, less the first two of each warp (of lane 0)
   Place here, next;
+  const Exchange& exchange;
 
-  __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_)
-      : work(work_), taken(taken_), lane(lane_) {
+  __device__ __forceinline__ Pages(const Args& a, const Row& row, const Work& work_, int* taken_, int lane_,
+                                   const Exchange& exchange_)
+      : work(work_), taken(taken_), lane(lane_), exchange(exchange_) {
     table = a.address + (i64)row.b * a.pages;
     pool = opaque(a.pool + (i64)row.h * PAGE_BYTES);
   }
@@ -71,9 +74,9 @@ struct Pages {
 
   __device__ __forceinline__ void start(const Warp& w, int unit, u32 slots) {
     here = place(unit);
-    next = place(unit + WARPS);
+    next = place(unit + WORKERS);
     if (here.left == NONE) return;  // nobody would wait for this copy
-    pending = unit - WARPS;         // ORDERED
+    pending = unit - WORKERS;         // ORDERED
     copy_keys<0>(w.keys, here, slots);
     commit();
     copy_keys<1>(w.keys, here, slots);
@@ -83,8 +86,26 @@ struct Pages {
 
   // Asks for one more unit, if the unit before it existed.
   __device__ __forceinline__ void claim() {
-    if (ORDERED) pending += WARPS;
-    else count_up(lane == 0 && next.left != NONE, taken, pending);
+    if (ORDERED) pending += WORKERS;
+    else count_up(lane == 0 && own_slice() == 0 && next.left != NONE, taken, pending);
+  }
+
+  // A score, from what keys made of it.
+  static __device__ __forceinline__ float complete(const Warp& w, float (*s)[NT][4], int k, int n, int i) {
+    return s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1);
+  }
+  // With SLICES: completes the warp's part of a piece's scores, and hands it to the other warps.
+  __device__ __forceinline__ void hand_on(const Warp& w, int piece, float (*s)[NT][4]) const {
+    if constexpr (SLICES > 1) {
+#pragma unroll
+      for (int k = 0; k < TILES; k++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i += EVERY) s[k][n][i] = complete(w, s, k, n, i);
+      exchange.put(piece, s);
+      if (piece == 1) exchange.tell(pending);
+    }
   }
 
   // One piece: turns its scores s into weights, weighs its values, and computes the scores of the next piece.
@@ -92,7 +113,8 @@ struct Pages {
   __device__ __forceinline__ void attend_piece(Warp& w, float (*s)[NT][4], u32 rows, u32 slots, float cap) {
     const u32 values = slots + VALUES[PIECE], scratch = slots + KEYS[1] + Keys::SECOND;
     wait<0>();
-    __syncwarp();
+    exchange.meet();
+    exchange.add(PIECE, s);
     copy_keys<PIECE>(w.keys, next, slots);
     if constexpr (PIECE == 0) copy_values<1>(w.values, here, slots);
     else copy_values<0>(w.values, next, slots);
@@ -105,7 +127,7 @@ struct Pages {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
-          const float score = s[k][n][i] * w.keys.factor(n, k, i & 1) + w.keys.offset(n, k, i & 1);
+          const float score = SLICES > 1 ? s[k][n][i] : complete(w, s, k, n, i);
           s[k][n][i] = Warp::capped(w.whole(score, n, i & 1), cap) + w.values.exponent(k, i);
           if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
         }
@@ -116,6 +138,7 @@ struct Pages {
     w.keys.refresh(keys, rows, PIECE == 0 ? here.at(1) : next.at(0), PIECE == 1, lane);
     float ahead[TILES][NT][4];
     w.keys.scores(ahead, keys, rows, lane);
+    hand_on(w, 1 - PIECE, ahead);
     w.values.add(w.o, w.l, s, values, scratch, limit, lane);
     if constexpr (PIECE == 1 || PAGE < UNIT) end_page(w.values, w.l);
 #pragma unroll
@@ -134,11 +157,15 @@ struct Pages {
     float s[TILES][NT][4];
     w.keys.refresh(slots, rows, here.at(0), true, lane);
     w.keys.scores(s, slots, rows, lane);
+    hand_on(w, 0, s);
+    if constexpr (SLICES > 1) {
+      exchange.tell(pending);
+      exchange.meet();
+    }
 #pragma unroll 1
     while (true) {
       const Place behind =
-          place(2 * WARPS +
-                __shfl_sync(~0u, pending, 0));  // the unit after the next: its page address is loaded a unit ahead
+          place(2 * WORKERS + exchange.told(pending));  // the unit after the next: its page address is loaded a unit ahead
       claim();
       attend_piece<0>(w, s, rows, slots, cap);
       attend_piece<1>(w, s, rows, slots, cap);

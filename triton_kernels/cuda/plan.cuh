@@ -102,8 +102,8 @@ __device__ __forceinline__ bool even_part(const Args& a, int row_block, int team
   }
   // one team if each of its warps has at most one unit or block: then nothing is merged through memory. Otherwise as many teams as have
   // work for every warp
-  const int c = team - r * a.split, fit = (int)__fdividef((float)cost, (float)(WARPS * UNIT_COST)) + 1;
-  const int count = out.row.units + out.row.blocks <= SHORT * WARPS ? 1 : min(a.split, fit);
+  const int c = team - r * a.split, fit = (int)__fdividef((float)cost, (float)(WORKERS * UNIT_COST)) + 1;
+  const int count = out.row.units + out.row.blocks <= SHORT * WORKERS ? 1 : min(a.split, fit);
   if (c >= count) out.some = 0;
   const u32 low = __fdividef((float)cost * c, (float)count),
             high = c + 1 == count ? cost : (u32)__fdividef((float)cost * (c + 1), (float)count);
@@ -157,7 +157,7 @@ struct Plan : Share {
     // as many teams as have work for every warp. Rows that get more than one team all get the same number, so that few teams have parts
     // of two rows
     const u32 rows = a.batch * a.heads;
-    shares = min((u32)a.teams, max((total - rows * ROW_COST) / (WARPS * UNIT_COST), 1u));
+    shares = min((u32)a.teams, max((total - rows * ROW_COST) / (WORKERS * UNIT_COST), 1u));
     if (shares > rows && shares < (u32)a.teams) shares = min(shares / rows + 1, (u32)a.teams / rows) * rows;
     at = stop = start = 0;
     b = h = 0;

@@ -6,6 +6,7 @@
 // The queries that a warp brings to shared memory: as they are; and, if keys are integers, normalised in fp16, with their sizes and sums.
 struct Queries {
   static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
+  static constexpr int OWN_WORDS = WORDS / SLICES;  // of a slice
   u32 x[EACH][WORDS];
   float most[EACH];  // largest magnitude of the lane's numbers
   typename FoldOf<Keys>::Type fold;
@@ -45,7 +46,6 @@ struct Queries {
 
   // kv_head: the row's KV head
   __device__ __forceinline__ void put(const Args& a, u8* head, int kv_head, int warp, int lane) {
-    float* size = reinterpret_cast<float*>(head + Q_BYTES);
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
       const int i = warp + j * WARPS;
@@ -54,15 +54,26 @@ struct Queries {
         transform_query(a, x[j], kv_head, lane);
         measure(j);
       }
+#pragma unroll
+      for (int slice = 0; slice < SLICES; slice++) put_slice(head + slice * HEAD_BYTES, i, j, slice, lane);
+    }
+  }
+
+  // Writes a slice of query j of the warp to row i of `head`.
+  __device__ __forceinline__ void put_slice(u8* head, int i, int j, int slice, int lane) {
+    float* size = reinterpret_cast<float*>(head + Q_BYTES);
+    const u32* own = x[j] + slice * OWN_WORDS;
+    {
       u32* target = reinterpret_cast<u32*>(head + i * Q_STRIDE);
 #pragma unroll
-      for (int k = 0; k < WORDS; k++) {
+      for (int k = 0; k < OWN_WORDS; k++) {
         const int pair = k * 32 + lane;
-        if (pair < DK / 2) target[pair] = x[j][k];
+        if (pair < WK / 2) target[pair] = own[k];
       }
       if constexpr (Keys::NORMALISED)
+        if (slice == 0)
 #pragma unroll
-        for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+          for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
       if constexpr (FOLDED)
         fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i,
                  size + ROWS + i, lane);
@@ -72,17 +83,17 @@ struct Queries {
         const float inverse = __uint_as_float((254 - exponent) << 23);
         float sum[Keys::GROUPS] = {};
 #pragma unroll
-        for (int k = 0; k < WORDS; k++) {
+        for (int k = 0; k < OWN_WORDS; k++) {
           const int pair = k * 32 + lane;
-          const float low = to_float(x[j][k] & 0xffff) * inverse, high = to_float(x[j][k] >> 16) * inverse;
-          if (pair < DK / 2) {
+          const float low = to_float(own[k] & 0xffff) * inverse, high = to_float(own[k] >> 16) * inverse;
+          if (pair < WK / 2) {
             target[ROWS * Q_STRIDE / 4 + pair] = pack_half(low, high);
             if constexpr (Keys::LIFT)
               target[2 * ROWS * Q_STRIDE / 4 + pair] =
                   pack_half(low * (1.f / (1 << Keys::LIFT)), high * (1.f / (1 << Keys::LIFT)));
           }
 #pragma unroll
-          for (int c = 0; c < Keys::GROUPS; c++) sum[c] += 2 * pair / (DK / Keys::GROUPS) == c ? low + high : 0.f;
+          for (int c = 0; c < Keys::GROUPS; c++) sum[c] += 2 * pair / (WK / Keys::GROUPS) == c ? low + high : 0.f;
         }
 #pragma unroll
         for (int c = 0; c < Keys::GROUPS; c++) {

@@ -5,24 +5,30 @@ from __future__ import annotations
 import torch
 
 from ...formats.static import Static, words
-from .needs import Needs
+from .needs import Needs, slices
 
 #: as keys, as values
 SIDES = (True, True)
+
+
+def divides(fmt: Static, head_dim: int, transposed: bool) -> bool:
+    return transposed  # a key's words have its channels in the order of their widths
 
 
 def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     fmt.validate(head_dim, page_size)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     groups = _groups(fmt, head_dim)
-    place = f"{head_dim}, {at['scale' if transposed else 'mean']}"
+    own, where = head_dim // slices(head_dim), at["scale" if transposed else "mean"]
     thresholds = ", ".join(f"{float_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
     return Needs(
         "static_values.cuh" if transposed else "static.cuh",
-        f"StaticValues<{place}, {groups[0]}>" if transposed else f"StaticKeys<{place}, {', '.join(groups)}>",
+        f"StaticValues<{own}, {where}, {groups[0]}>"
+        if transposed
+        else f"StaticKeys<{own}, {where}, {', '.join(groups)}>",
         "encode_static.cuh",
-        f"StaticEncoder<{str(transposed).lower()}, {place}, Thresholds<{thresholds}>, {', '.join(groups)}>",
-        128 * words(fmt.planes(head_dim), fmt.layout),
+        f"StaticEncoder<{str(transposed).lower()}, {head_dim}, {where}, Thresholds<{thresholds}>, {', '.join(groups)}>",
+        128 * words(fmt.planes(head_dim), fmt.layout) // slices(head_dim),
         lambda piece: piece // 2 if transposed else 2 * head_dim,
         bits=-(-sum(map(int, fmt.pattern)) // len(fmt.pattern)),
         same_for=0 if transposed else page_size,

@@ -37,7 +37,7 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
   }
 
   __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
-    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * BYTES, lane);
+    copy_codes<128 * LOW_AT, 128 * (WORDS - LOW_AT)>(in_unit(limit), slot, part, token, lane);
     Path::copy(in_unit(limit), slot + PAST, part + token / 32 * BYTES, token, lane);
     cp16_if(in_unit(limit) && lane < PT / 32, slot + SCALES + 16 * lane, part + SCALE_AT + token / 2 + 16 * lane);
   }
@@ -164,8 +164,8 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
     for (int c = 0; c < D / 16; c++)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const int channel = channel_of<D>(c, j, lane >> 2);
-        const float center = record[channel], step = record[D + channel] * (__uint_as_float(W::GAIN) * STEPS);
+        const int channel = own_slice() * D + channel_of<D>(c, j, lane >> 2);
+        const float center = record[channel], step = record[SLICES * D + channel] * (__uint_as_float(W::GAIN) * STEPS);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll

@@ -13,6 +13,10 @@ from .static import float_bits
 SIDES = (False, True)
 
 
+def divides(fmt: Trellis, head_dim: int, transposed: bool) -> bool:
+    return False  # a chain goes through all channels, and its search keeps 64 steps
+
+
 def needs(fmt: Trellis, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
     fmt.validate(head_dim, page_size)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}["scale"]

@@ -6,6 +6,10 @@
 #include KEY_HEADER
 #include VALUE_HEADER
 
+constexpr int WK = DK / SLICES, WV = DV / SLICES;  // a warp's channels
+constexpr int WORKERS = WARPS / SLICES;           // of a team: what takes units and blocks, a warp or SLICES warps
+static_assert(DK % SLICES == 0 && DV % SLICES == 0 && WARPS % SLICES == 0, "slices");
+
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
@@ -26,7 +30,7 @@ template <class F> struct PartBytes<F, decltype((void)F::PART)> {
 };
 template <class F, class = void> struct Order {
   static constexpr bool OWN = false;
-  static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return channel_of<DV>(k, j, g); }
+  static __device__ __forceinline__ constexpr int channel(int k, int j, int g) { return channel_of<WV>(k, j, g); }
 };
 template <class F> struct Order<F, decltype((void)F::OWN_ORDER)> {
   static constexpr bool OWN = true;
@@ -72,27 +76,30 @@ constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableByt
 __device__ __forceinline__ constexpr int out_channel(int k, int j, int g) { return Order<Values>::channel(k, j, g); }
 
 constexpr int TILES = PT / 16;
-constexpr int Q_STRIDE = DK * 2 + 16;  // bytes; padded against bank conflicts
+constexpr int Q_STRIDE = WK * 2 + 16;  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT || FOLDED ? 3 : 2) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);  // sizes of the rows, and sums over groups of channels
-constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;
+constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;  // of a slice
 // Slots for the two pieces of a unit: keys, values, values, keys (the last may be smaller). Then scratch memory of the values.
 constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
 // NARROW: keys and values of a block of the window use the same memory in turn. So the window does not limit the number of warps.
 constexpr int WINDOW_BYTES =
-    NARROW ? (DK > DV ? Dense<DK>::BLOCK : Dense<DV>::BLOCK) : Dense<DK>::BLOCK + Dense<DV>::BLOCK;
-constexpr int MERGE_STRIDE = DV + 1;  // floats per row of a warp's result, padded against bank conflicts
+    NARROW ? (WK > WV ? Dense<WK>::BLOCK : Dense<WV>::BLOCK) : Dense<WK>::BLOCK + Dense<WV>::BLOCK;
+constexpr int MERGE_STRIDE = WV + 1;  // floats per row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
-constexpr int WARP_BYTES = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128;
-constexpr int TEAM_BYTES = HEAD_BYTES + WARPS * WARP_BYTES;
+// What a warp hands to the others of its worker, in turns: scores of 32 tokens.
+constexpr int TURN_BYTES = 2 * NT * (4 / EVERY) * 128, EXCHANGE_BYTES = SLICES > 1 ? 2 * TURN_BYTES : 0;
+constexpr int EXCHANGE_AT = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128,
+              WARP_BYTES = EXCHANGE_AT + EXCHANGE_BYTES;
+constexpr int TEAM_BYTES = SLICES * HEAD_BYTES + WARPS * WARP_BYTES;
 static_assert(TEAMS * TEAM_BYTES + TABLES == SHARED_BYTES,
               "memory.py counts otherwise: see what the formats' modules say in needs.Needs");
 static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>::value <= PAGE_BYTES,
               "formats and structs differ on a page's parts");
-constexpr int SLOT_FLOATS = ROWS * (DV + 2);  // floats of a partial result in memory
+constexpr int SLOT_FLOATS = ROWS * (DV + 2 * SLICES);  // floats of a partial result in memory
 constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
-constexpr int BLOCK_COST = (Dense<DK>::BLOCK + Dense<DV>::BLOCK) / 256;  // cost of 32 tokens of the window
+constexpr int BLOCK_COST = (Dense<WK>::BLOCK + Dense<WV>::BLOCK) / 256;  // cost of 32 tokens of the window
 // Scores are in powers of two. A new maximum is set HEADROOM below the largest score, so that small weights lose less precision in fp16.
 // It is replaced when a score exceeds that largest score by GROWTH. So weights are at most 2^(HEADROOM + GROWTH), which fp16 can hold.
 constexpr float GROWTH = 8.f, HEADROOM = 7.f;
@@ -113,7 +120,7 @@ struct Row {
 };
 
 struct Warp {
-  float o[DV / 16][NT][4];
+  float o[WV / 16][NT][4];
   float m[NT][2], l[NT][2];
   float lacking[LACKING ? NT : 1][2];  // what is added to all scores of a query
   Keys keys;
@@ -123,7 +130,7 @@ struct Warp {
 #pragma unroll
     for (int n = 0; n < NT; n++) {
 #pragma unroll
-      for (int k = 0; k < DV / 16; k++) o[k][n][0] = o[k][n][1] = o[k][n][2] = o[k][n][3] = 0.f;
+      for (int k = 0; k < WV / 16; k++) o[k][n][0] = o[k][n][1] = o[k][n][2] = o[k][n][3] = 0.f;
       m[n][0] = m[n][1] = LOWEST;
       l[n][0] = l[n][1] = 0.f;
     }
@@ -172,7 +179,7 @@ struct Warp {
           l[n][e] *= a;
           values.decay(n, e, a);
 #pragma unroll
-          for (int k = 0; k < DV / 16; k++) {
+          for (int k = 0; k < WV / 16; k++) {
             o[k][n][e] *= a;
             o[k][n][e + 2] *= a;
           }
@@ -193,13 +200,13 @@ struct Warp {
 #pragma unroll
     for (int back = 0; back < 2; back++) {
 #pragma unroll
-      for (int k = 0; k < DV / 16; k++)
+      for (int k = 0; k < WV / 16; k++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             float& at = memory[(8 * n + 2 * t + (i & 1)) * MERGE_STRIDE +
-                               (back ? out_channel(k, i >> 1, g) : channel_of<DV>(k, i >> 1, g))];
+                               (back ? out_channel(k, i >> 1, g) : channel_of<WV>(k, i >> 1, g))];
             if (back) o[k][n][i] = at;
             else at = o[k][n][i];
           }
@@ -220,7 +227,7 @@ struct Warp {
         l[n][e] *= FACTOR;
       }
 #pragma unroll
-      for (int k = 0; k < DV / 16; k++)
+      for (int k = 0; k < WV / 16; k++)
 #pragma unroll
         for (int i = 0; i < 4; i++) o[k][n][i] *= Values::SUM_UNIT * FACTOR;
     }

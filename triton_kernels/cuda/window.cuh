@@ -1,6 +1,7 @@
 // Attention of a warp to a row's window: sink, tail and chunk, in the model's dtype.
 #pragma once
 #include "warp.cuh"
+#include "exchange.cuh"
 
 // Blocks of 32 tokens of a row's window (sink, tail and chunk, in this order): first, first + stride, ... below `stop`.
 struct Window {
@@ -8,7 +9,8 @@ struct Window {
   const Row& row;
   int first, stop, stride, lane;
   u32 space;
-  static constexpr int VALUES = NARROW ? 0 : Dense<DK>::BLOCK;  // offset of the values in `space`
+  const Exchange& exchange;
+  static constexpr int VALUES = NARROW ? 0 : Dense<WK>::BLOCK;  // offset of the values in `space`
 
   // which: 0 keys, 1 values; i: index of the token in the window
   __device__ __forceinline__ const u8* locate(int which, int i, bool& keep) const {
@@ -29,7 +31,7 @@ struct Window {
   // Each lane computes the address of one token of the block, and shuffles hand it to the lanes that copy the token.
   template <int D> __device__ __forceinline__ void copy(int which, int block, u32 target) const {
     bool real;
-    const u64 own = (u64)locate(which, 32 * block + lane, real);
+    const u64 own = (u64)locate(which, 32 * block + lane, real) + 2 * D * own_slice();
     const u32 low = (u32)own, high = (u32)(own >> 32), kept = __ballot_sync(~0u, real);
     Dense<D>::copy(
         target,
@@ -41,8 +43,8 @@ struct Window {
         lane);
     commit();
   }
-  __device__ __forceinline__ void copy_keys(int block) const { copy<DK>(0, block, space); }
-  __device__ __forceinline__ void copy_values(int block) const { copy<DV>(1, block, space + VALUES); }
+  __device__ __forceinline__ void copy_keys(int block) const { copy<WK>(0, block, space); }
+  __device__ __forceinline__ void copy_values(int block) const { copy<WV>(1, block, space + VALUES); }
   __device__ __forceinline__ void start() const {
     if (first < stop) {
       copy_keys(first);
@@ -65,7 +67,8 @@ struct Window {
       float s[2][NT][4];
       wait<NARROW ? 0 : 1>();
       __syncwarp();
-      Dense<DK>::scores(s, space, rows, lane);
+      Dense<WK>::scores(s, space, rows, lane);
+      exchange.sum((block - first) / stride & 1, s);
       __syncwarp();
       if (NARROW) copy_values(block);
       else if (more) copy_keys(block + stride);
@@ -85,13 +88,13 @@ struct Window {
       w.subtract_maximum<2>(s);
       wait<NARROW ? 0 : 1>();
       __syncwarp();
-      Dense<DV>::add(w.o, w.l, s, space + VALUES, lane);
+      Dense<WV>::add(w.o, w.l, s, space + VALUES, lane);
       __syncwarp();
       if (NARROW && more) copy_keys(block + stride);
       else if (!NARROW && more) copy_values(block + stride);
       else commit();
     }
     wait<0>();
-    __syncwarp();
+    exchange.meet();
   }
 };
