@@ -7,7 +7,7 @@ In each page, for each KV head, the top `int(head_dim * ratio)` channels by scor
 rounded and stored as in `affine`. The page's own tokens decide which channels are boosted. This choice is part of the
 bytes. So scores are defined to the last bit: sums have a fixed order, and the lower of two channels with equal scores
 wins. Kernels make the same choice. The list of boosted channels (the map) takes a byte for each: 16 bytes for a page of
-`kitty` at head_dim 128.
+`kitty` at head_dim 128. Above 256 channels it takes two bytes for each.
 
 A channel's code is `low + 4 * high`. The low two bits of every channel stand in one plane, as in `int2-channel`. The
 high two bits of boosted channels stand in a compact second plane. A kernel treats them as a few more channels. If q' is
@@ -49,7 +49,8 @@ class Boosted(Format):
 
     Page (layout `planar-1`): `codes` int16 `[page_size, head_dim / 8]`, the low two bits, as in `int2-channel`; `high`
     int16 `[boosted, page_size / 8]`, row `r` for channel `map[r]`: bits `2 j` and up of word `w` hold the high two bits
-    of token `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` uint8 `[boosted]`, ascending.
+    of token `j * (page_size / 8) + w`; `scale` and `zero`, fp16 `[head_dim]`; `map` `[boosted]`, ascending, uint8, or int16
+    above 256 channels.
     Layout `fragment-1` (keys alone): `codes` and `high` int32, in the order in which tensor cores take them, see
     `fragment`. Column `r` of `high` is channel `map[r]`; up to the next multiple of 16 columns, both arrays are zero.
 
@@ -144,7 +145,7 @@ class Boosted(Format):
             *codes,
             ("scale", torch.float16, (head_dim,)),
             ("zero", torch.float16, (head_dim,)),
-            ("map", torch.uint8, (columns,)),
+            ("map", _map_dtype(head_dim), (columns,)),
         ]
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
@@ -161,14 +162,14 @@ class Boosted(Format):
             "high": self._pack(F.pad(boosted >> self.bits, (0, unused)), transposed=True),
             "scale": scale[..., 0, :],
             "zero": zero[..., 0, :],
-            "map": F.pad(channels, (0, unused)).to(torch.uint8),
+            "map": F.pad(channels, (0, unused)).to(_map_dtype(x.shape[-1])),
         }
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
         codes = self._unpack(arrays["codes"], head_dim)
         high = self._unpack(arrays["high"], arrays["map"].shape[-1], transposed=True) << self.bits
         # pages without tokens are decoded too (and not used): their maps may hold anything
-        channels = arrays["map"].long().clamp(max=head_dim - 1)
+        channels = arrays["map"].long().clamp(0, head_dim - 1)
         codes = codes.scatter_add(-1, channels[..., None, :].expand(high.shape), high)
         return codes.float() * arrays["scale"].float()[..., None, :] + arrays["zero"].float()[..., None, :]
 
@@ -216,6 +217,11 @@ class Boosted(Format):
         # adding 0 turns -0 into +0; 24 bits are exact in float32
         mixed = (low + 0.0).view(torch.int32).long() ^ channel * 0x9E3779B1 ^ self.seed * 0x27D4EB2F
         return (_hash(mixed) >> 8).float()
+
+
+def _map_dtype(head_dim: int) -> torch.dtype:
+    """The dtype that holds a channel's number."""
+    return torch.uint8 if head_dim <= 256 else torch.int16
 
 
 def fold_sum(x: torch.Tensor) -> torch.Tensor:

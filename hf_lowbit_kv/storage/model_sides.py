@@ -84,7 +84,8 @@ class Direct(ModelSide):
         head_dim = getattr(config, "head_dim", None)
         if head_dim is None and hidden and heads:
             head_dim = hidden // heads
-        return StreamSizes(getattr(config, "num_key_value_heads", None) or heads, head_dim, head_dim)
+        kv_heads, head_dim_v = (getattr(config, name, None) for name in ("num_key_value_heads", "v_head_dim"))
+        return StreamSizes(kv_heads or heads, head_dim, head_dim_v or head_dim)
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
         return query

@@ -38,6 +38,8 @@ CASES = [
     Case(groups=8, softcap=20.0, sinks=True, lengths=(200,), tokens=40, dtype=FLOAT),
     Case(lengths=(31, 64), tokens=20, sink=0, residual=0, keys="int4-token", padded=True, dtype=FLOAT),
     Case(keys="int8-token-g64", head_dim=128, head_dim_v=64, lengths=(65, 3), groups=1),
+    Case(head_dim=512, lengths=(65, 3), groups=2, heads=1),
+    Case(head_dim=192, head_dim_v=128, lengths=(65, 3), tokens=5, padded=True, dtype=FLOAT, transform="hadamard"),
     Case(lengths=(0, 0), tokens=4, padded=True, dtype=FLOAT),
     Case(lengths=(0, 0), sinks=True),
     Case(capacity=140, lengths=(100, 90), dtype=FLOAT),

@@ -18,15 +18,16 @@ def model():
 
 
 def test_head_dim_not_supported():
-    with pytest.raises(ValueError, match=r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 256\)"):
+    with pytest.raises(ValueError, match=r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 192, 256, 512\)"):
         lb.from_preset("kivi-2", tiny_config("llama", head_dim=48))
 
 
 def test_layers_of_different_head_dim():
     # Gemma 4: its full-attention layers have larger heads than the others
-    with pytest.raises(ValueError, match=r"head_dim=512 is not supported"):
-        lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text"))
-    assert lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text", global_head_dim=256)).packed_layers
+    with pytest.raises(ValueError, match=r"layer 5.*head_dim=48 is not supported"):
+        lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text", global_head_dim=48))
+    cache = lb.from_preset("kivi-2", AutoConfig.for_model("gemma4_text"))
+    assert cache.packed_sizes[5] == (4, 512, 512)
 
 
 def test_encoder_decoder_models():

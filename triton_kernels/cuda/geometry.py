@@ -17,6 +17,7 @@ import torch
 from ...formats import fragment
 from ...storage.paged_store import LayerSpec
 from ...storage.transforms import Fused, base_order, hadamard
+from ..config import KERNEL_HEAD_DIMS
 from . import format_structs
 from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
@@ -147,6 +148,9 @@ def why_not(
     any."""
     if (reason := format_structs.why_not(*spec.formats, widths)) is not None or widths is None:
         return reason
+    for width in widths:
+        if width not in KERNEL_HEAD_DIMS:
+            return f"has kernels for head_dim {KERNEL_HEAD_DIMS}, not for {width}"
     stored = spec.with_layouts(*fragment.LAYOUTS)
     try:
         stored.validate(*widths)
