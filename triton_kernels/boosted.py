@@ -51,12 +51,24 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
+def mapped(page, row, P: tl.constexpr):
+    """The channels of rows of the second plane, int32. Pages without tokens may give any number."""
+    if P.head_dim > 256:
+        channel = tl.load((page + P.map_at).to(tl.pointer_type(tl.int16)) + row, mask=row < P.count, other=0)
+    else:
+        channel = tl.load(page + P.map_at + row, mask=row < P.count, other=0)
+    return channel.to(tl.int32)
+
+
+@triton.jit
 def fetch(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """The boosted channels, int32 `[rows]`. Unused rows, and pages without tokens, give an arbitrary valid channel."""
     if P.count > 0:
         row = tl.arange(0, P.rows)
-        channel = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
-        return (tl.minimum(channel, P.head_dim - 1),)
+        channel = tl.minimum(mapped(page, row, P), P.head_dim - 1)
+        if P.head_dim > 256:
+            channel = tl.maximum(channel, 0)
+        return (channel,)
     else:
         return ()
 
@@ -181,8 +193,7 @@ def _tokens(page, n0, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     channel = j * P.width + word
     if P.count > 0:
         row = tl.arange(0, P.rows)[None, :]
-        mapped = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
-        same = ((mapped == channel[:, None]) & (row < P.count) & (word < P.width)[:, None]).to(tl.int32)
+        same = ((mapped(page, row, P) == channel[:, None]) & (row < P.count) & (word < P.width)[:, None]).to(tl.int32)
         boosted = tl.sum(same, 1)
         token = n0 + tl.arange(0, BLOCK_N)[:, None]
         high = _high(page, tl.sum(same * row, 1)[None, :], token, (boosted > 0)[None, :], P)
@@ -297,7 +308,10 @@ def encode(
     tl.store((page + P.zero_at).to(tl.pointer_type(tl.float16)) + channel[None, :, :], zero, mask=keep[None, :, :])
     store_codes(page, code & 3, token[:, None], word, keep, P)
     if P.count > 0:
-        tl.store(page + P.map_at + row, channel.to(tl.uint8), mask=boosted)
+        if P.head_dim > 256:
+            tl.store((page + P.map_at).to(tl.pointer_type(tl.int16)) + row, channel.to(tl.int16), mask=boosted)
+        else:
+            tl.store(page + P.map_at + row, channel.to(tl.uint8), mask=boosted)
         shift = tl.arange(0, 8)[:, None, None, None] * 2
         words = tl.sum(tl.reshape(code >> 2, (8, P.words, P.planes, P.padded)) << shift, 0)
         place = row[None, :, :] * P.words + tl.arange(0, P.words)[:, None, None]

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..formats import fragment
+from .boosted import mapped
 from .common import padded_width
 from .fragment import load_codes
 
@@ -71,8 +72,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
     if P.count > 0:
         # the channel's column in the second plane, if it has one
         row = tl.arange(0, P.rows)[None, :]
-        mapped = tl.load(page + P.map_at + row, mask=row < P.count, other=0).to(tl.int32)
-        same = ((mapped == channel[:, None]) & (row < P.count)).to(tl.int32)
+        same = ((mapped(page, row, P) == channel[:, None]) & (row < P.count)).to(tl.int32)
         boosted = tl.sum(same, 1) > 0
         # the map of a page without tokens may name a channel twice
         column = tl.minimum(tl.sum(same * row, 1), P.count - 1)

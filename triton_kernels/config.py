@@ -29,10 +29,6 @@ BUFFER_BYTES = 128 * 2**20
 CARRY_BYTES = 128 * 2**20
 
 
-#: head sizes that Triton and CUDA kernels take, of keys and of values
-KERNEL_HEAD_DIMS = (64, 80, 96, 128, 256)
-
-
 class Config(NamedTuple):
     """How the attend kernel is launched."""
 

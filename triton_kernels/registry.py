@@ -42,7 +42,6 @@ from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
 from ..formats.trellis import Trellis
 from ..storage.layer_spec import LayerSpec
-from .config import KERNEL_HEAD_DIMS
 
 #: names of modules, here and below. Only those of a cache's formats are imported, because Triton reads the source of each
 #: function when its module is imported: all of them together take 0.15 s
@@ -84,11 +83,8 @@ def attends_packed(spec: LayerSpec) -> bool:
     )
 
 
-def why_not(formats: Iterable[Format], widths: Iterable[int] | None = None) -> str | None:
-    """Why the kernels cannot serve keys and values in these formats, or `None`. widths: their head_dim; `None`: any."""
-    for width in widths or ():
-        if width not in KERNEL_HEAD_DIMS:
-            return f"has kernels for head_dim {KERNEL_HEAD_DIMS}, not for {width}"
+def why_not(formats: Iterable[Format]) -> str | None:
+    """Why the kernels cannot serve these formats, or `None`."""
     for fmt in formats:
         module = _module(fmt)
         if module is None or not getattr(module, "covers", lambda fmt: True)(fmt):

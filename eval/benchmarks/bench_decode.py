@@ -137,7 +137,7 @@ def fast_peers(
         spec = storage_spec(get_preset("dense").spec(), backend)
         cases = build_sets(shape, spec, head_dim, query_length, dtype, device, None)
         return {"dense": [partial(case.attend, backend) for case in cases]}
-    draw = partial(Inputs.random, *shape[1:5], head_dim, query_length, dtype, device)
+    draw = partial(Inputs.random, *shape[1:5], head_dim, query_length, dtype, device, shape.head_dim_v)
     inputs = [draw()]
     nbytes = inputs[0].k.nbytes + inputs[0].v.nbytes
     inputs += [draw() for _ in range(sets_needed(nbytes, device) - 1)]
@@ -176,7 +176,12 @@ def runs(
     bandwidth = read_bandwidth(device)
     console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
     resolved = [
-        cell._replace(backend=choose_backend(cell.backend, Served(device, dtype, get_preset(cell.preset).spec())))
+        cell._replace(
+            backend=choose_backend(
+                cell.backend,
+                Served(device, dtype, get_preset(cell.preset).spec(), Shape.parse(cell.shape).widths(options["head_dim"])),
+            )
+        )
         for cell in cells
     ]
     begun: dict[Cell, list] = {}

@@ -71,7 +71,7 @@ def measure(
     Raises:
         WrongResultError: the output or the packed bytes are wrong.
     """
-    spec, head_dim = get_preset(preset).spec(), shape.head_dim or head_dim
+    spec, (head_dim, head_dim_v) = get_preset(preset).spec(), shape.widths(head_dim)
     cases = build_sets(shape, storage_spec(spec, backend), head_dim, query_length, dtype, device, per_head)
     relerr = check(cases[0], backend)
     trees = {OURS: cases}
@@ -136,6 +136,7 @@ def measure(
         "peers_ms": times,
         "dtype": str(dtype).removeprefix("torch."),
         "head_dim": head_dim,
+        **({"head_dim_v": head_dim_v} if head_dim_v != head_dim else {}),
         "query_length": query_length,
     }
     if against is not None:
@@ -148,7 +149,7 @@ def measure(
         }
     if backend == "cuda" and fixed_order():
         record["fixed_order"] = True
-    if spec.parameters(head_dim, head_dim, shape.kv_heads):
+    if spec.parameters(head_dim, head_dim_v, shape.kv_heads):
         record["per_head"] = per_head
     return record
 

@@ -22,6 +22,8 @@ class Shape(NamedTuple):
     """`None`: the head size that the benchmark is called with"""
     shortest: int | None = None
     """tokens of the shortest row of a ragged batch; `None`: all rows have the same length"""
+    head_dim_v: int | None = None
+    """head size of values; `None`: that of keys"""
 
     @classmethod
     def parse(cls, name: str) -> Shape:
@@ -42,8 +44,13 @@ class Shape(NamedTuple):
         if (each := self.heads // self.kv_heads) != 4:
             said.append(f"{each} query heads for each KV head")
         if self.head_dim is not None:
-            said.append(f"head_dim {self.head_dim}")
+            said.append(f"head_dim {self.head_dim}" + (f" and {self.head_dim_v}" if self.head_dim_v else ""))
         return ", ".join(said)
+
+    def widths(self, head_dim: int) -> tuple[int, int]:
+        """Head sizes of keys and of values. head_dim: where the shape does not say."""
+        keys = self.head_dim or head_dim
+        return keys, self.head_dim_v or keys
 
     @property
     def ragged(self) -> bool:
@@ -72,6 +79,12 @@ OTHERS = (
     Shape("dim64_b8_32k", 8, 64, 8, 32768, head_dim=64),
     Shape("dim96_b8_32k", 8, 32, 8, 32768, head_dim=96),
     Shape("dim256_b4_32k", 4, 8, 4, 32768, head_dim=256),
+    # the global layers of Gemma 4, and as many bytes in narrower heads; MiMo-V2, and as many heads of 128
+    Shape("dim512_b4_32k", 4, 16, 8, 32768, head_dim=512),
+    Shape("dim512_kv4_b4_32k", 4, 16, 4, 32768, head_dim=512),
+    Shape("dim256_heads2_b8_32k", 8, 16, 8, 32768, head_dim=256),
+    Shape("dim192_128_b4_32k", 4, 64, 8, 32768, head_dim=192, head_dim_v=128),
+    Shape("heads8_b4_32k", 4, 64, 8, 32768),
     Shape("gqa_b1_1k", 1, 32, 8, 1024),
     Shape("gqa_b8_1k", 8, 32, 8, 1024),
     Shape("gqa_b64_4k", 64, 32, 8, 4096),

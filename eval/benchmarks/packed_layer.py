@@ -141,33 +141,35 @@ def build(
             f"tokens={min(histories) + query_length} is too few; nothing would be packed with sink and residual of {spec}"
         )
 
-    def draw(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, head_dim, device=device).to(dtype)
+    widths = shape.widths(head_dim)
+
+    def draw(*sizes: int, side: int = 0) -> torch.Tensor:
+        return torch.randn(*sizes, widths[side], device=device).to(dtype)
 
     heads, kv_heads = (shape.batch, shape.heads), (shape.batch, shape.kv_heads)
-    records = random_records(spec, head_dim, shape.kv_heads, per_head, torch.device(device))
-    geometry = spec, *kv_heads, head_dim, head_dim, dtype, device, shape.tokens + 2 * page
+    records = random_records(spec, widths, shape.kv_heads, per_head, torch.device(device))
+    geometry = spec, *kv_heads, *widths, dtype, device, shape.tokens + 2 * page
     store = PagedStore(*geometry, parameters=records)
     case = PackedCase(
         store,
         draw(*heads, query_length),
-        *(draw(*kv_heads, query_length) for _ in "kv"),
-        *(draw(page, *kv_heads, 1) for _ in "kv"),
+        *(draw(*kv_heads, query_length, side=side) for side in range(2)),
+        *(draw(page, *kv_heads, 1, side=side) for side in range(2)),
     )
     fill(store, histories)
     return case
 
 
 def random_records(
-    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
+    spec: LayerSpec, head_dims: tuple[int, int], kv_heads: int, per_head: bool | None, device: torch.device
 ) -> list[torch.Tensor]:
     """The parameter records of a layer, from `random_parameters`."""
-    parameters = random_parameters(spec, head_dim, kv_heads, per_head, device)
-    return spec.records(parameters, (head_dim, head_dim), kv_heads, slice(0, kv_heads), device)
+    parameters = random_parameters(spec, head_dims, kv_heads, per_head, device)
+    return spec.records(parameters, head_dims, kv_heads, slice(0, kv_heads), device)
 
 
 def random_parameters(
-    spec: LayerSpec, head_dim: int, kv_heads: int, per_head: bool | None, device: torch.device
+    spec: LayerSpec, head_dims: tuple[int, int], kv_heads: int, per_head: bool | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """A layer's parameters by full name. Factors and steps are between 1/2 and 2, matrices are rotations, and all else
     is normally distributed.
@@ -175,7 +177,7 @@ def random_parameters(
     per_head: as for `build`.
     """
     parameters = {}
-    for name, (heads, *sizes), dtype in spec.parameters(head_dim, head_dim, kv_heads):
+    for name, (heads, *sizes), dtype in spec.parameters(*head_dims, kv_heads):
         by_head = not name.endswith("codebook") if per_head is None else per_head
         x = torch.randn(heads if by_head else 1, *sizes, device=device)
         if name.endswith(("factors", "step")):

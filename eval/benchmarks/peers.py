@@ -25,11 +25,13 @@ class Inputs:
     v: torch.Tensor
 
     @classmethod
-    def random(cls, batch, heads, kv_heads, tokens, head_dim, query_length, dtype, device) -> Inputs:
-        def draw(heads: int, tokens: int) -> torch.Tensor:
-            return torch.randn(batch, heads, tokens, head_dim, dtype=dtype, device=device)
+    def random(
+        cls, batch, heads, kv_heads, tokens, head_dim, query_length, dtype, device, head_dim_v: int | None = None
+    ) -> Inputs:
+        def draw(heads: int, tokens: int, width: int = head_dim) -> torch.Tensor:
+            return torch.randn(batch, heads, tokens, width, dtype=dtype, device=device)
 
-        return cls(draw(heads, query_length), draw(kv_heads, tokens), draw(kv_heads, tokens))
+        return cls(draw(heads, query_length), draw(kv_heads, tokens), draw(kv_heads, tokens, head_dim_v or head_dim))
 
 
 def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Callable]:

@@ -154,7 +154,7 @@ class Soak:
                 self.models[kind] = random_model(AutoConfig.for_model(family, **config), dtype, self.device)
             self.options[name] = {}
             if spec.parameters(128, 128, 2):
-                parameters = random_parameters(spec, 128, 2, None, self.device)
+                parameters = random_parameters(spec, (128, 128), 2, None, self.device)
                 self.options[name] = {"parameters": dict.fromkeys(range(LAYERS), parameters)}
 
     def model(self, preset: str) -> Any:

@@ -133,7 +133,7 @@ class Triton(Backend):
             return None
         from hf_lowbit_kv.triton_kernels.registry import why_not
 
-        return why_not(served.spec.formats, None if served.spec.reading.shares_values else served.widths)
+        return why_not(served.spec.formats)
 
     @staticmethod
     def _launch_error() -> str | None:

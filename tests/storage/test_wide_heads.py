@@ -10,11 +10,8 @@ from cases import FORMATS, one_of_each_width
 from kernel_cases import Case, filled, generator, plain, random_step, relative_error
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.triton_kernels import registry
-from hf_lowbit_kv.triton_kernels.config import KERNEL_HEAD_DIMS
 
 SEED = int(os.environ["TEST_SEED"])
 FLOAT = torch.float32
@@ -87,15 +84,3 @@ def test_presets_take_them_or_say_why(preset):
     for widths in WIDTHS:
         spec.validate(*widths)
 
-
-def test_kernels_refuse_a_width_by_name():
-    spec = lb.get_preset("kivi-2").spec()
-    width = 1000
-    assert width not in KERNEL_HEAD_DIMS
-    assert "not for 1000" in registry.why_not(spec.formats, (width, 64))
-    assert "not for 1000" in registry.why_not(spec.formats, (64, width))
-    assert registry.why_not(spec.formats, (128, 64)) is None
-    served = choice.Served(torch.device("cpu"), torch.float16, spec, (width, width))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        assert "not for 1000" in (choice.BACKENDS["triton"].why_not(served) or "")

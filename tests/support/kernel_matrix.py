@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from kernel_cases import Case
 
-from hf_lowbit_kv.triton_kernels.config import KERNEL_HEAD_DIMS
+from hf_lowbit_kv.formats import HEAD_DIMS
 
 EIGEN_2 = {"keys": "static-44422000", "values": "static-2-tn"}
 EIGEN_3 = {"keys": "static-64332222", "values": "static-3-tn"}
@@ -117,7 +117,7 @@ CODEBOOK_STORES = [
 #: head size, dtype, transform: what kernels apply by themselves
 TRANSFORMS = [
     (head_dim, dtype, name)
-    for head_dim in KERNEL_HEAD_DIMS
+    for head_dim in HEAD_DIMS
     for dtype in (torch.float16, torch.bfloat16, torch.float32)
     for name in ("hadamard", "smooth", "smooth+hadamard", "hadamard+smooth")
 ]
@@ -146,7 +146,7 @@ SMALL_LOOKUPS = [
 def transformed() -> list[Case]:
     """Few query rows and many, one block of the window for the chunk and several, padding, every head size."""
     cases = []
-    for i, head_dim in enumerate(KERNEL_HEAD_DIMS):
+    for i, head_dim in enumerate(HEAD_DIMS):
         for j, (groups, tokens) in enumerate(((4, 1), (1, 1), (3, 5), (16, 1), (4, 40))):
             keys = ("int4-channel", "boosted2-r0.125", "dense")[(i + j) % 3]
             options = {"keys": keys, "groups": groups, "tokens": tokens, "padded": tokens > 1, "lengths": (700, 1, 290)}

@@ -21,7 +21,7 @@ __device__ __forceinline__ void unpack_high(u32 w, u32 (*a)[4]) {
 template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT> struct BoostedKeys {
   using Low = AffineKeys<2, true, PAGE, D, SCALE_AT, ZERO_AT>;
   using C = Codes<2, COLUMNS>;
-  static_assert(SLICES == 1, "the map names channels of the whole head");
+  static_assert(D == 0 || SLICES == 1, "the map names channels of the whole head");
   static constexpr bool NORMALISED = Low::NORMALISED;
   static constexpr int GROUPS = Low::GROUPS, LIFT = Low::LIFT;
   static constexpr int HIGH = Low::SLOT, MAP = HIGH + PT / 32 * C::BYTES, SLOT = MAP + COLUMNS,

@@ -17,7 +17,6 @@ import torch
 from ...formats import fragment
 from ...storage.paged_store import LayerSpec
 from ...storage.transforms import Fused, base_order, hadamard
-from ..config import KERNEL_HEAD_DIMS
 from . import format_structs
 from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
@@ -148,9 +147,6 @@ def why_not(
     any."""
     if (reason := format_structs.why_not(*spec.formats, widths)) is not None or widths is None:
         return reason
-    for width in widths:
-        if width not in KERNEL_HEAD_DIMS:
-            return f"has kernels for head_dim {KERNEL_HEAD_DIMS}, not for {width}"
     stored = spec.with_layouts(*fragment.LAYOUTS)
     try:
         stored.validate(*widths)

@@ -16,7 +16,7 @@ struct ProjectArgs {
   int batch, q_heads, heads, tokens;
 };
 
-constexpr int SHARES = THREADS / 32, SPAN = DIM / SHARES, SLICES = (DIM + COLUMNS - 1) / COLUMNS;
+constexpr int SHARES = THREADS / 32, SPAN = DIM / SHARES, BANDS = (DIM + COLUMNS - 1) / COLUMNS;
 static_assert(DIM % (2 * SHARES) == 0, "every warp has as many channels");
 static_assert(COLUMNS == 32, "a lane for each");
 
@@ -86,21 +86,21 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
 extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_constant__ ProjectArgs a) {
   __shared__ Space space;
   const int groups = a.q_heads / a.heads, rows_k = a.batch * a.tokens, rows_q = rows_k * groups;
-  const int blocks_q = (rows_q + EACH - 1) / EACH * SLICES,
-            blocks_k = (rows_k + EACH - 1) / EACH * SLICES;  // blocks of a KV head
+  const int blocks_q = (rows_q + EACH - 1) / EACH * BANDS,
+            blocks_k = (rows_k + EACH - 1) / EACH * BANDS;  // blocks of a KV head
   int block = blockIdx.x;
   auto center_of = [&](int h) { return a.k_center ? a.k_center + h * a.matrix_h : nullptr; };
   if (block < blocks_q * a.heads) {
     const int h = block / blocks_q, at = block % blocks_q;
-    project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % SLICES, a.q_b, a.q_h, a.q_s, groups, h, a.heads,
-                 at / SLICES * EACH, rows_q, a.tokens, nullptr, a.lacking, center_of(h));
+    project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % BANDS, a.q_b, a.q_h, a.q_s, groups, h, a.heads,
+                 at / BANDS * EACH, rows_q, a.tokens, nullptr, a.lacking, center_of(h));
     return;
   }
   block -= blocks_q * a.heads;
   if (block < blocks_k * a.heads) {
     const int h = block / blocks_k, at = block % blocks_k;
-    project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % SLICES, a.k_b, a.k_h, a.k_s, 1, h, a.heads,
-                 at / SLICES * EACH, rows_k, a.tokens, center_of(h), nullptr, nullptr);
+    project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % BANDS, a.k_b, a.k_h, a.k_s, 1, h, a.heads,
+                 at / BANDS * EACH, rows_k, a.tokens, center_of(h), nullptr, nullptr);
     return;
   }
 #if ROTATED

@@ -139,7 +139,7 @@ template <int D, class X> struct StaticFold {
 template <int D, int MEAN_AT, class... W> struct StaticKeys {
   using X = Columns<D, W...>;
   using Fold = StaticFold<D, X>;
-  static_assert(SLICES == 1, "a lane's words have the channels in the order of their widths");
+  static_assert(D == 0 || SLICES == 1, "a lane's words have the channels in the order of their widths");
   static constexpr bool NORMALISED = true;  // needs its own copies of the queries
   static constexpr int GROUPS = 1, LIFT = 0;
   static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + 2 * D, SECOND = PAGE >= UNIT ? CODES : SLOT;

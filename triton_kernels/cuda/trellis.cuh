@@ -4,7 +4,7 @@
 
 // D: head_dim. At 64 a chain takes two neighbouring fields of each word in turn, so u_1 of the odd field is the even field's path bit.
 template <int D> struct Trellis {
-  static_assert(SLICES == 1, "a chain goes through all of a lane's words");
+  static_assert(D == 0 || SLICES == 1, "a chain goes through all of a lane's words");
   static constexpr bool TWO_FIELDS = D <= 64;
   static constexpr int CHAIN = 128;  // tokens
   // A unit may begin inside a chain; then the words before it are copied too.
