@@ -179,7 +179,9 @@ def runs(
         cell._replace(
             backend=choose_backend(
                 cell.backend,
-                Served(device, dtype, get_preset(cell.preset).spec(), Shape.parse(cell.shape).widths(options["head_dim"])),
+                Served(
+                    device, dtype, get_preset(cell.preset).spec(), Shape.parse(cell.shape).widths(options["head_dim"])
+                ),
             )
         )
         for cell in cells

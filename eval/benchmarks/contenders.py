@@ -258,7 +258,9 @@ def low_bit_cache(name: str, model_or_config: Any, **options: Any) -> lb.LowBitC
     config = getattr(model_or_config, "config", model_or_config)
     if spec.parameters(64, 64, 1):
         device = getattr(model_or_config, "device", torch.device("cpu"))
-        parameters = random_parameters(spec, (config.head_dim, config.head_dim), config.num_key_value_heads, None, device)
+        parameters = random_parameters(
+            spec, (config.head_dim, config.head_dim), config.num_key_value_heads, None, device
+        )
         options["parameters"] = dict.fromkeys(range(config.num_hidden_layers), parameters)
     return lb.from_preset(preset, model_or_config, **window, **options)
 

@@ -83,4 +83,3 @@ def test_presets_take_them_or_say_why(preset):
         return
     for widths in WIDTHS:
         spec.validate(*widths)
-

@@ -23,7 +23,7 @@ struct Exchange {
   // Waits for the warps of the worker.
   __device__ __forceinline__ void meet() const {
     if constexpr (SLICES == 1) __syncwarp();
-    else BARRIER(parts_ready, named_barrier<32 * SLICES>(barrier));
+    else BARRIER(parts_there, named_barrier<32 * SLICES>(barrier));
   }
   // Call f(number, place) for each number of the scores of 32 tokens.
   template <class F> static __device__ __forceinline__ void each(float (*s)[NT][4], int turn, const F& f) {
@@ -32,10 +32,11 @@ struct Exchange {
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i += EVERY) f(s[k][n][i], turn * TURN_BYTES + ((k * NT + n) * 4 + i) / EVERY * 128);
+        for (int i = 0; i < 4; i += EVERY) f(s[k][n][i], turn % TURNS * TURN_BYTES + ((k * NT + n) * 4 + i) / EVERY * 128);
   }
-  // The warp's part of the scores. A place is written again two turns later.
+  // The warp's part of the scores. A place is written again TURNS turns later. The other warp has read it if a `meet` lies between.
   __device__ __forceinline__ void put(int turn, float (*s)[NT][4]) const {
+    if constexpr (TURNS == 1) BARRIER(parts_read, named_barrier<32 * SLICES>(barrier));
     each(s, turn, [&](float& x, int at) { sts<1>(own + at, &x); });
   }
   // Adds the other warp's part, after a `meet`.

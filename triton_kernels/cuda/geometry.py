@@ -102,7 +102,7 @@ def choose(
         for narrow in narrows:
             if chosen is not None and chosen.warps * chosen.teams >= (ENOUGH_WIDE if wide else ENOUGH_WARPS):
                 break
-            each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow, spread)
+            each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow)
             for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
                 if each.block(warps, teams) + RESERVED > shared or warps * teams > most or warps % slices(widest):
                     continue
@@ -129,10 +129,7 @@ def choose(
         ):
             chosen = other
     if chosen is None:
-        least = (
-            memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True, spread).block(slices(widest), 1)
-            + RESERVED
-        )
+        least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(slices(widest), 1) + RESERVED
         raise NoRoomError(
             f"needs {-(-least // 1024)} KiB of shared memory for keys {spec.key_format.name!r} and values "
             f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared // 1024} KiB"
@@ -188,7 +185,7 @@ def shared_bytes(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch
 
 
 def _memory(sides: tuple[Needs, Needs], head_dim_k: int, head_dim_v: int, choice: Choice) -> Memory:
-    return memory(*sides, head_dim_k, head_dim_v, choice.piece, choice.row_tiles, choice.narrow, choice.spread)
+    return memory(*sides, head_dim_k, head_dim_v, choice.piece, choice.row_tiles, choice.narrow)
 
 
 def grid_size(slots: int, heads: int) -> int:

@@ -48,10 +48,9 @@ def memory(
     piece: int,
     row_tiles: int,
     narrow: bool,
-    spread: bool,
 ) -> Memory:
     """piece: tokens of a piece. row_tiles: groups of eight query rows. narrow: keys and values of the window take
-    turns. spread: at most four query rows."""
+    turns."""
     rows, parts = 8 * row_tiles, slices(max(head_dim_k, head_dim_v))
     head_dim_k, head_dim_v = head_dim_k // parts, head_dim_v // parts
     ring = 2 * sum(side.codes * piece // 32 + side.meta(piece) for side in (keys, values)) + values.scratch * piece
@@ -63,7 +62,7 @@ def memory(
         window=64 * (max(head_dim_k, head_dim_v) if narrow else head_dim_k + head_dim_v),
         result=4 * rows * (head_dim_v + 3),
         tables=keys.table + values.table,
-        exchange=2 * 1024 * row_tiles // (1 + spread) if parts > 1 else 0,
+        exchange=1024 * row_tiles if parts > 1 else 0,
         slices=parts,
     )
 

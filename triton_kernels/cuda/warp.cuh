@@ -88,8 +88,8 @@ constexpr int WINDOW_BYTES =
 constexpr int MERGE_STRIDE = WV + 1;  // floats per row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
-// What a warp hands to the others of its worker, in turns: scores of 32 tokens.
-constexpr int TURN_BYTES = 2 * NT * (4 / EVERY) * 128, EXCHANGE_BYTES = SLICES > 1 ? 2 * TURN_BYTES : 0;
+// What a warp hands to the other one of its worker: scores of 32 tokens, in turns if there is room for two.
+constexpr int TURNS = EVERY, TURN_BYTES = 1024 * NT / TURNS, EXCHANGE_BYTES = SLICES > 1 ? TURNS * TURN_BYTES : 0;
 constexpr int EXCHANGE_AT = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128,
               WARP_BYTES = EXCHANGE_AT + EXCHANGE_BYTES;
 constexpr int TEAM_BYTES = SLICES * HEAD_BYTES + WARPS * WARP_BYTES;
