@@ -82,17 +82,19 @@ def choose(
         NoRoomError: there is no room even for one warp.
     """
     widest = max(head_dim_k, head_dim_v)
-    # whether queries and sums take so many registers that other things get fewer; keys may be a bit wider than values
+    # whether queries and sums take so many registers that other things get fewer: many of them; some of them, in heads whose keys
+    # are wider than their values
     wide = widest > 192 or head_dim_k + head_dim_v > 320
+    wider = head_dim_k + head_dim_v > 256
     row_tiles = 2 if rows > 8 and not wide else 1
     keys, values = sides = _sides(spec, head_dim_k, head_dim_v, dtype)
     bits, plain = max(side.bits for side in sides), not any(side.grouped for side in sides)
     # with two tiles of rows, scales and zero points of keys per token leave no registers for more
-    long = (row_tiles == 1 or keys.longer) and not wide and spec.page_size >= 64
+    long = (row_tiles == 1 or keys.longer and not wider) and not wide and spec.page_size >= 64
     piece = 64 if long and bits <= 4 and plain else 32
     # warps that registers allow
     spread = rows <= 4
-    most = 12 if row_tiles == 1 and not wide and plain and bits < 16 else 8
+    most = 12 if row_tiles == 1 and not wide and plain and bits < (5 if wider else 16) else 8
     tables = keys.table + values.table
     most_teams = 4 if not tables else 1 if per_head else 2
 
