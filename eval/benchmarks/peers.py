@@ -57,7 +57,7 @@ def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
 
         def call() -> torch.Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(folded, x.k, x.v).view(x.q.shape)
+                return F.scaled_dot_product_attention(folded, x.k, x.v).view(*x.q.shape[:-1], x.v.shape[-1])
 
         return call
 
