@@ -1,0 +1,206 @@
+"""Heads of 512 channels, which two warps divide (`exchange.cuh`), and keys wider than values, without a GPU: the checks of
+`kernel_checks` on kernels compiled for the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cuda_emulator
+import kernel_checks as kernels
+import pytest
+import torch
+from cuda_cases import fragment
+from emulated import emulated
+from kernel_cases import (
+    Case,
+    assert_same_state,
+    check_steps,
+    filled,
+    generator,
+    random_step,
+    relative_error,
+)
+from kernel_matrix import EIGEN_2, TRELLIS
+
+from hf_lowbit_kv.backends import choice as backends
+from hf_lowbit_kv.storage import reference
+from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
+
+pytestmark = [
+    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
+    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
+]
+
+PAGES = {"page_size": 128, "residual": 128, "sink": 32}
+WIDE = {"head_dim": 512}
+#: KiB of shared memory of a multiprocessor: RTX 30 and 40, A100, H100
+SHARED = {"small": 100, "A100": 164, "H100": 228}
+#: MiMo-V2
+KEYS = {"head_dim": 192, "head_dim_v": 128}
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def launch(monkeypatch):
+    with emulated(monkeypatch) as cuda:
+        yield cuda
+
+
+def some_fast(cases: list, fast: set[int]) -> list:
+    """Each case takes a compilation of its own or more: those with other numbers than `fast` are slow."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), id=str(case), marks=[] if i in fast else pytest.mark.slow
+        )
+        for i, case in enumerate(cases)
+    ]
+
+
+#: one and two turns of the exchange (more than four query rows, or not), each way in which scales and codes lie in pages
+ATTENDS = [
+    Case(keys="int2-channel", values="int2-token", **WIDE, **PAGES, lengths=(700, 1), heads=1, groups=2),
+    Case(keys="int4-token-g64", values="int5-token", **WIDE, lengths=(300, 40), heads=1, groups=6, tokens=2, padded=True),
+    Case(keys="int8-channel", values="int8-token", **KEYS, **PAGES, lengths=(300, 40), heads=1, groups=16),
+    Case(keys="fp8-centered", values="fp8", **WIDE, **PAGES, lengths=(300, 1), heads=1, dtype=BF16, key_offset=300.0),
+    Case(keys="int8-token-g32", values="int8-channel", **WIDE, lengths=(300, 1), heads=1, softcap=20.0, sinks=True),
+    Case(keys="dense", values="dense", **WIDE, tokens=5, padded=True, sink=0, residual=0, heads=1),
+    Case(keys="int5-channel", values="int6-channel-g32", **WIDE, lengths=(300,), heads=1, tokens=3, padded=True, sinks=True),
+    Case(keys="vq-d4b8", values="vq-d4b8", **WIDE, **PAGES, lengths=(300, 1), heads=1),
+    Case(keys="int4-channel", values="static-2-tn", **WIDE, **PAGES, lengths=(300, 40), heads=1),
+    Case(keys="int4-channel", values="static-3-tn", **WIDE, lengths=(300, 40), heads=1, groups=16),
+    Case(keys="int8-channel-g32", values="int2-token-g128", **WIDE, **PAGES, lengths=(500,), heads=1, outliers=True),
+    Case(keys="int2-channel", values="int2-token", **WIDE, **PAGES, lengths=(1500,), heads=1, groups=1, heavy_sink=5.0),
+    Case(keys="int4-channel", values="int4-token-g32", **WIDE, **PAGES, lengths=(600,), heads=1, spread="values"),
+    Case(keys="int2-channel", values="int2-token", **KEYS, **PAGES, lengths=(700, 1), heads=1, groups=8),
+    Case(keys="fp8-centered", values="fp8", **KEYS, lengths=(300, 40), heads=1, groups=3, tokens=3, padded=True, sinks=True),
+    Case(keys="boosted2-r0.125", values="int2-token", **KEYS, **PAGES, lengths=(500, 40), heads=1, dtype=BF16),
+    Case(keys="int6-token", values="int5-token", **KEYS, lengths=(300,), heads=1),
+    Case(keys="int4-token-g64", values="dense", **KEYS, lengths=(300,), heads=1),
+    Case(keys="vq-d4b8", values="vq-d4b8", **KEYS, **PAGES, lengths=(300, 1), heads=1),
+    Case(**EIGEN_2, **KEYS, **PAGES, lengths=(300, 1), heads=1),
+    Case(**TRELLIS, **KEYS, **PAGES, lengths=(300,), heads=1),
+    Case(keys="int4-token", values="trellis-2", head_dim=192, lengths=(300,), heads=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some_fast(ATTENDS, {0, 1, 2}))
+def test_attend(case):
+    kernels.check_attend(fragment(case))
+
+
+#: outputs are rotated back over both slices, whose sums may be relative to different maxima
+ROTATED = {"transform": "hadamard", "value_transform": "hadamard"}
+TRANSFORMED = [
+    Case(keys="int2-channel", values="int2-token-g64", **WIDE, **PAGES, lengths=(300, 1), heads=1, **ROTATED),
+    Case(**WIDE, lengths=(90,), heads=1, **ROTATED | {"transform": "eigen"}),
+    Case(head_dim=192, lengths=(90,), heads=1, tokens=10, **ROTATED | {"transform": "smooth+hadamard"}),
+    Case(**KEYS, lengths=(90,), heads=1, **ROTATED | {"transform": "eigen"}),
+]
+
+
+@pytest.mark.parametrize("case", some_fast(TRANSFORMED, {0}))
+def test_attend_transformed(case):
+    kernels.check_attend_transformed(fragment(case))
+
+
+STEPS = [
+    (Case(keys="int4-channel", values="int4-token", **WIDE, lengths=(94, 90), heads=1), 5),
+    (Case(keys="int2-channel", values="int2-token", **WIDE, **PAGES, lengths=(286, 700), heads=1), 4),
+    (Case(keys="int8-token", values="int8-token", **WIDE, lengths=(98, 0), residual=0, heads=1, padded=True), 6),
+    (Case(keys="int2-channel", values="int2-token", **KEYS, **PAGES, lengths=(286, 700), heads=1), 4),
+    (Case(**TRELLIS, **KEYS, **PAGES, lengths=(286,), heads=1), 4),
+]
+
+
+@pytest.mark.parametrize(("case", "steps"), some_fast(STEPS, {0}))
+def test_step(case, steps, launch):
+    check_steps(launch, fragment(case), steps, kernels.SEED, "cpu", twin=False)
+
+
+def test_layers_that_share_attend_before_the_last_one_stores(launch):
+    """Several launches of attention on one layer, then the step that stores: all see the same tokens."""
+    case = fragment(STEPS[0][0])
+    gen = generator(case, kernels.SEED)
+    ref, dev = filled(case, gen, "cpu")
+    step = random_step(case, gen)
+    exact = reference.OPERATIONS.attend(step.float().chunk(case), ref)
+    outs = [kernels.attend_poisoned(step.chunk(case), dev) for _ in range(2)]
+    assert not dev.state.scratch.any()
+    outs.append(launch.OPERATIONS.step(step.chunk(case), dev))
+    assert all(relative_error(out, exact) < 1e-3 for out in outs)
+    reference.OPERATIONS.append(Chunk(None, step.k, step.v), ref)
+    assert_same_state(ref.state, dev.state)
+
+
+STORES = [
+    (Case(keys="int4-channel", values="int4-token", **WIDE, heads=1, padded=True), [70, 0, 0]),
+    (Case(keys="fp8-centered", values="fp8", **WIDE, heads=1, lengths=(5,)), [70, 0]),
+    (Case(keys="int6-token", values="int5-token-g64", **WIDE, residual=0, heads=1, outliers=True), [70, 0]),
+    (Case(keys="static-44422000", values="static-3-tn", **WIDE, heads=1, lengths=(5,)), [70]),
+    (Case(keys="vq-d4b8", values="vq-d2b3", **WIDE, lengths=(5,), heads=1), [70]),
+    (Case(keys="boosted2-r0.25", values="int4-token", **KEYS, heads=1, padded=True), [70, 0, 0]),
+    (Case(keys="int5-channel", values="trellis-2", head_dim=192, heads=1, lengths=(5,)), [70]),
+]
+
+
+@pytest.mark.parametrize(("case", "chunks"), some_fast(STORES, {1}))
+def test_store(case, chunks):
+    assert kernels.check_store(fragment(case), chunks), "the chunks are too short for a page"
+
+
+@pytest.mark.parametrize("barrier", ["parts_there", "parts_read"])
+def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
+    """Of the two warps that divide a head, in the kernel with a single turn."""
+    monkeypatch.setattr(modules, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
+    case = Case(keys="int4-token-g64", values="int5-token", **WIDE, lengths=(300, 40), heads=1, groups=12)
+    with pytest.raises(AssertionError, match="races in shared memory"):
+        kernels.check_attend(fragment(case))
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("rows", [2, 8, 16])
+def test_both_count_the_same(rows, shared):
+    """Shared memory, in Python and in C++, with warps in pairs."""
+    for keys, values, widths in (("int2-channel", "int2-token", WIDE), ("int8-channel", "int8-token", KEYS)):
+        case = fragment(Case(keys=keys, values=values, **widths, **PAGES))
+        choice = geometry.choose(case.spec, *case.dims, case.dtype, rows, 8, 132, shared * 1024)
+        assert case.head_dim == 192 or choice.warps % 2 == 0
+        fused = geometry.can_store(case.spec, *case.dims, choice)
+        defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, False, 0, False, fused=fused)
+        assert cuda_emulator.complaints(cuda_emulator.full_text("attend.cu", defines)) == ""
+
+
+def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
+    """The choice says why. Others, and heads of at most 256 channels, get the CUDA kernels."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
+    monkeypatch.setattr(backends, "why_gpu_launches_nothing", lambda: None)
+    monkeypatch.setattr(backends, "triton_serves", lambda device: True)
+    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.delenv(backends.VARIABLE, raising=False)
+    for keys, values, said in (
+        ("int4-channel", "int2-token", None),
+        ("boosted2-r0.125", "int2-token", "keys in format 'boosted2-r0.125' with head_dim=512; allowed: up to 256"),
+        ("static-44422000", "static-2-tn", "keys in format 'static-44422000' with head_dim=512"),
+        ("int4-token", "trellis-2", "values in format 'trellis-2' with head_dim=512"),
+        ("vq-d8b10", "vq-d4b8", "keys in format 'vq-d8b10' with head_dim=512"),
+    ):
+        spec = Case(keys=keys, values=values).spec
+        for widths in ((512, 512), (256, 256)):
+            served = backends.Served(device, torch.float16, spec, widths)
+            refused = widths[0] == 512 and said is not None
+            chosen = backends.choose_backend(None, served)
+            assert chosen == ("triton" if refused else "cuda"), (keys, widths)
+            if refused:
+                assert f"cuda has no kernels for {said}" in backends.describe_backend(None, chosen, served)
+    served = backends.Served(device, torch.float16, Case().spec, (512, 128))
+    assert "heads of 512 and 128 channels" in backends.describe_backend(None, "triton", served)
+    with pytest.raises(ValueError, match=r"head_dim=512; allowed: up to 256; use backend='triton'"):
+        backends.choose_backend(
+            "cuda", backends.Served(device, torch.float16, Case(keys="boosted2-r0.125").spec, (512,) * 2)
+        )
