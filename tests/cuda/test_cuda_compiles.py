@@ -76,16 +76,20 @@ class Recorded:
         pass
 
 
-def wanted_by(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch) -> list[tuple]:
+def wanted_by(
+    preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch, head_dim_v: int | None = None
+) -> list[tuple]:
     """File names and macros of what a layer with four query heads a KV head loads for a step of so many tokens, and to store
-    tokens."""
+    tokens. head_dim_v: of values; `None`: as of keys."""
+    dims = head_dim, head_dim_v or head_dim
     spec, wanted, heads, dtype = storage_spec(PRESETS[preset].spec(), "cuda"), {}, 2, torch.float16
-    records = records_for(spec, (head_dim, head_dim), heads)
-    store = PagedStore(spec, 1, heads, head_dim, head_dim, dtype, "cpu", 512, parameters=records)
-    q, k = (torch.zeros(1, count, tokens, head_dim, dtype=dtype) for count in (4 * heads, heads))
+    records = records_for(spec, dims, heads)
+    store = PagedStore(spec, 1, heads, *dims, dtype, "cpu", 512, parameters=records)
+    sizes = (4 * heads, dims[0]), (heads, dims[0]), (heads, dims[1])
+    q, k, v = (torch.zeros(1, count, tokens, width, dtype=dtype) for count, width in sizes)
     with emulated(monkeypatch, gpu.shared, gpu.processors, functools.partial(Recorded, wanted)) as cuda:
-        cuda.OPERATIONS.step(Chunk(q, k, k, scaling=1.0), store)
-        cuda.OPERATIONS.append(Chunk(None, k, k), store)
+        cuda.OPERATIONS.step(Chunk(q, k, v, scaling=1.0), store)
+        cuda.OPERATIONS.append(Chunk(None, k, v), store)
     return list(wanted)
 
 
@@ -120,6 +124,10 @@ KNOWN = {
     ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 120,
     ("sm_90", "dense", 128, 4, "attend"): 108,
     ("sm_90", "eigen-2-trellis", 128, 4, "attend"): 32,
+    # keys of 192 channels, values of 128
+    ("sm_90", "int8", 192, 4, "attend"): 48,
+    ("sm_90", "int6", 192, 4, "attend"): 80,
+    ("sm_90", "fp8", 192, 4, "attend"): 64,
     ("sm_120", "eigen-2-trellis", 128, 1, "attend"): 48,
     ("sm_120", "eigen-2-trellis", 128, 1, "append_one"): 64,
     # inside of that loop, too: 5 of its 1347 instructions; 10 of 1097
@@ -135,9 +143,9 @@ KNOWN = {
 KNOWN_OF_ALL = {"append_one": 40, "append_pages": 32}
 
 
-def check(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch) -> None:
+def check(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch, head_dim_v: int | None = None) -> None:
     """What the layer loads compiles, and no function has more local memory than is known."""
-    wanted = wanted_by(preset, gpu, head_dim, tokens, monkeypatch)
+    wanted = wanted_by(preset, gpu, head_dim, tokens, monkeypatch, head_dim_v)
     assert {"attend.cu", "append.cu"} <= {name for name, _ in wanted}
     for name, defines in wanted:
         for function, found in local_memory(name, defines, gpu.arch).items():
@@ -175,6 +183,22 @@ def test_step_of_several_tokens(preset, monkeypatch):
 @pytest.mark.parametrize("gpu", [A100, pytest.param(RTX5090, marks=pytest.mark.slow)], ids=lambda gpu: gpu.arch)
 def test_other_gpus(gpu, preset, monkeypatch):
     check(preset, gpu, 128, 1, monkeypatch)
+
+
+#: the heads of Gemma 4's global layers and of MiMo-V2
+WIDE_HEADS = [("kivi-2", H200, (512, 512), 1)]
+WIDE_HEADS += [
+    pytest.param(preset, gpu, widths, tokens, marks=pytest.mark.slow)
+    for preset in ("kivi-4", "int8", "int6", "fp8")
+    for gpu in (H200, A100, RTX5090)
+    for widths, tokens in (((512, 512), 1), ((512, 512), 2), ((192, 128), 2), ((192, 128), 4))
+    if gpu == H200 or preset in ("kivi-4", "int8")
+]
+
+
+@pytest.mark.parametrize(("preset", "gpu", "widths", "tokens"), WIDE_HEADS)
+def test_wide_heads(preset, gpu, widths, tokens, monkeypatch):
+    check(preset, gpu, widths[0], tokens, monkeypatch, widths[1])
 
 
 def test_the_walk_meets_every_file():

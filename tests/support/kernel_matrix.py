@@ -74,6 +74,8 @@ SMALL = [
     Case(keys="boosted2-r1", values="boosted2-r0.25", head_dim=80, head_dim_v=64, heads=1, dtype=torch.float32),
     Case(keys="boosted2-r0", values="boosted2-r1-random", heads=1),
     Case(keys="boosted2-r0.125", values="boosted2-r0.125", outliers=True, heads=1),
+    Case(keys="boosted2-r0.125", values="int4-token", head_dim=512, lengths=(70, 33), heads=1),
+    Case(keys="int2-channel", values="fp8", head_dim=192, head_dim_v=128, lengths=(70, 33), tokens=9, heads=1),
     # pages whose words of high codes are a plane of their own: in two tiles, in eight, in the other orientation
     Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, lengths=(300, 130)),
     Case(keys="boosted2-r0.3-range", values="int2-token", page_size=256, lengths=(530,), heads=1, dtype=torch.float32),
@@ -99,6 +101,7 @@ SMALL_STORES = [
     (Case(keys="int5-channel-g32", values="int6-channel", heads=1, head_dim=80, lengths=(5,)), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
     (Case(heads=1, keys="boosted2-r0.25-variance", values="boosted2-r1", head_dim=80, head_dim_v=96), [60, *[0] * 9]),
+    (Case(heads=1, keys="boosted2-r0.25", values="int4-token", head_dim=512, padded=True), [60, 0]),
     (Case(heads=1, keys="boosted2-r0.25-random5", values="boosted2-r0.3-range", residual=0, outliers=True), [70, 0]),
     (
         Case(heads=1, keys="boosted2-r0.5", values="boosted2-r0", residual=0, outliers=True, dtype=torch.float32),
@@ -214,6 +217,12 @@ def matrix() -> list[Case]:
             for residual in (0, 128):
                 small = base | {"residual": residual, "sink": 0}
                 cases.append(Case(lengths=(length,), dtype=torch.bfloat16, **pair, **small))
+        for i, widths in enumerate(({"head_dim": 512}, {"head_dim": 192, "head_dim_v": 128})):
+            sized = base | widths
+            cases.append(Case(groups=8, dtype=(torch.float16, torch.bfloat16)[i], lengths=lengths, **pair, **sized))
+            cases.append(Case(groups=2 + 14 * i, lengths=lengths, **pair, **sized))
+            if (number + i) % 2 == 0:
+                cases.append(Case(tokens=300, padded=True, lengths=(700, 0, 129), **pair, **sized))
         cases.append(Case(softcap=30.0, sinks=True, lengths=lengths, **pair, **base))
         cases.append(Case(softcap=30.0, sinks=True, tokens=4, padded=True, lengths=lengths, **pair, **base))
         cases.append(Case(sinks=True, tokens=300, groups=3, lengths=lengths, dtype=torch.bfloat16, **pair, **base))
