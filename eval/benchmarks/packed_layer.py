@@ -148,7 +148,7 @@ def build(
 
     heads, kv_heads = (shape.batch, shape.heads), (shape.batch, shape.kv_heads)
     records = random_records(spec, widths, shape.kv_heads, per_head, torch.device(device))
-    geometry = spec, *kv_heads, *widths, dtype, device, shape.tokens + 2 * page
+    geometry = spec, *kv_heads, widths[0], widths[1], dtype, device, shape.tokens + 2 * page
     store = PagedStore(*geometry, parameters=records)
     case = PackedCase(
         store,

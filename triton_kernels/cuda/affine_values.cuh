@@ -19,7 +19,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   static constexpr int CODES = PT / 32 * C::BYTES;
   static constexpr int META = CHANNEL ? (PT > GROUP ? PT / GROUP : 1) * D * 2 : PT * ALL * 2;
   static constexpr int SLOT = CODES + 2 * META;
-  static constexpr float SUM_UNIT = 1 / TWO24;                 // the unit of the sums that `add` makes
+  static constexpr float SUM_UNIT = 1 / TWO24;                          // the unit of the sums that `add` makes
   static constexpr int PART = ZERO_AT + PAGE * SLICES * D / GROUP * 2;  // bytes of a page's part
   static_assert(SCALE_AT >= PAGE * SLICES * D * BITS / 8 && ZERO_AT >= SCALE_AT + PAGE * SLICES * D / GROUP * 2,
                 "codes, scales, zero points");

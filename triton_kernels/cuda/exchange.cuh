@@ -32,7 +32,8 @@ struct Exchange {
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i += EVERY) f(s[k][n][i], turn % TURNS * TURN_BYTES + ((k * NT + n) * 4 + i) / EVERY * 128);
+        for (int i = 0; i < 4; i += EVERY)
+          f(s[k][n][i], turn % TURNS * TURN_BYTES + ((k * NT + n) * 4 + i) / EVERY * 128);
   }
   // The warp's part of the scores. A place is written again TURNS turns later. The other warp has read it if a `meet` lies between.
   __device__ __forceinline__ void put(int turn, float (*s)[NT][4]) const {

@@ -24,7 +24,8 @@ template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane)
         o[k + step] = low - high;
       }
 #pragma unroll
-  for (int k = 0; k < WORDS; k++) o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : D == 256 ? 0.0625f : 0.04419417382415922f;
+  for (int k = 0; k < WORDS; k++)
+    o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : D == 256 ? 0.0625f : 0.04419417382415922f;
 }
 
 // The sum o of a slice whose weights are l, as if they were `whole`: slices may differ in what their sums are relative to.
@@ -162,9 +163,8 @@ __device__ __forceinline__ bool last_of_row(int* counter, int others, int& last,
 
 // Sums over the teams `first` to `final` of row i, of a slice of the channels: o, and l, both relative to 2^m. partial: the results of team c
 // stand at + c * SLOT_FLOATS.
-template <int WORDS>
-__device__ __forceinline__ void merge_slice(const float* partial, int first, int final, int i, int slice, int lane,
-                                            float& m, float& l, float* o) {
+template <int WORDS> __device__ __forceinline__ void merge_slice(const float* partial, int first, int final, int i,
+                                                                 int slice, int lane, float& m, float& l, float* o) {
   constexpr int BATCH = 8;  // loads in flight
   m = LOWEST;
   l = 0.f;

@@ -76,7 +76,7 @@ struct Pages {
     here = place(unit);
     next = place(unit + WORKERS);
     if (here.left == NONE) return;  // nobody would wait for this copy
-    pending = unit - WORKERS;         // ORDERED
+    pending = unit - WORKERS;       // ORDERED
     copy_keys<0>(w.keys, here, slots);
     commit();
     copy_keys<1>(w.keys, here, slots);
@@ -164,8 +164,8 @@ struct Pages {
     }
 #pragma unroll 1
     while (true) {
-      const Place behind =
-          place(2 * WORKERS + exchange.told(pending));  // the unit after the next: its page address is loaded a unit ahead
+      const Place behind = place(
+          2 * WORKERS + exchange.told(pending));  // the unit after the next: its page address is loaded a unit ahead
       claim();
       attend_piece<0>(w, s, rows, slots, cap);
       attend_piece<1>(w, s, rows, slots, cap);

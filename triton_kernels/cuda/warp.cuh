@@ -7,7 +7,7 @@
 #include VALUE_HEADER
 
 constexpr int WK = DK / SLICES, WV = DV / SLICES;  // a warp's channels
-constexpr int WORKERS = WARPS / SLICES;           // of a team: what takes units and blocks, a warp or SLICES warps
+constexpr int WORKERS = WARPS / SLICES;            // of a team: what takes units and blocks, a warp or SLICES warps
 static_assert(DK % SLICES == 0 && DV % SLICES == 0 && WARPS % SLICES == 0, "slices");
 
 using Keys = KEY_FORMAT;
