@@ -129,25 +129,34 @@ def front_points(group: Sequence[str]) -> list[Point]:
     )
 
 
+#: contexts, and the texts that were read at each of them
+LONG_TEXTS = (
+    (4096, ("prose", "transcript", "code")),
+    (16384, ("prose", "transcript", "code")),
+    (32768, ("prose",)),
+)
+
+
 def models_table() -> str:
     """Every measured preset on the real model, most bits first."""
-    short, long = accuracy(4096), accuracy(16384)
-    short = {name: records for name, records in short.items() if name not in PEERS}
+    by_context = {context: accuracy(context) for context in (4096, 16384, 32768)}
+    short = {name: records for name, records in by_context[4096].items() if name not in PEERS}
     rows = []
     for name, records in sorted(short.items(), key=lambda item: -mean(item[1], "bits_per_value")):
-        code = {text: record for text, record in long.get(name, {}).items() if text == "code"}
-        rows.append(
-            [
-                f"`{name}`",
-                f"{mean(records, 'bits_per_value'):.2f}",
-                f"{mean(records, 'kl'):.4f}",
-                f"{max(record['kl_p999'] for record in records.values()):.2f}",
-                f"{100 * mean(records, 'top1'):.1f} %",
-                f"{records['code']['kl']:.4f}",
-                f"{mean(code, 'kl'):.4f}" if code else "",
-            ]
-        )
-    head = ("preset", "bits", "KL", "99.9th", "same next token", "KL, code", "KL, code, 16k")
+        row = [
+            f"`{name}`",
+            f"{mean(records, 'bits_per_value'):.2f}",
+            f"{mean(records, 'kl'):.4f}",
+            f"{max(record['kl_p999'] for record in records.values()):.2f}",
+            f"{100 * mean(records, 'top1'):.1f} %",
+        ]
+        for context, texts in LONG_TEXTS:
+            measured = by_context[context].get(name, {})
+            complete = all(text in measured for text in texts)
+            row.append(f"{mean({text: measured[text] for text in texts}, 'kl'):.4f}" if complete else "")
+        rows.append(row)
+    longer = (f"KL, {context // 1024}k ({', '.join(texts)})" for context, texts in LONG_TEXTS)
+    head = ("preset", "bits", "KL", "99.9th", "same next token", *longer)
     return markdown_table(head, rows)
 
 
