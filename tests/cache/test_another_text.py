@@ -39,11 +39,13 @@ def test_another_text_is_refused(family, max_cache_len):
         with pytest.raises((ValueError, RuntimeError), match=r"reset\(\)"):
             model.generate(other[:, :tokens], past_key_values=cache, **GREEDY)
         assert int(cache.packed_layers[0].get_seq_length()) == STORED
-        if family == "llama" or tokens == 20:  # of 20 tokens `generate` reads none
-            assert torch.equal(model.generate(more, past_key_values=cache, **GREEDY), continued)
+        try:
+            after = model.generate(more, past_key_values=cache, **GREEDY)
+        except (RuntimeError, ValueError):  # layers in front have read the other text
+            assert family != "llama"
+            assert tokens > 20  # of 20 tokens `generate` reads none
         else:
-            with pytest.raises(RuntimeError, match="the last forward pass was interrupted"):
-                model.generate(more, past_key_values=cache, **GREEDY)
+            assert torch.equal(after, continued)
         cache.reset()
         assert torch.equal(begin(), text)
     assert torch.equal(model.generate(more, past_key_values=cache, **GREEDY), continued)
