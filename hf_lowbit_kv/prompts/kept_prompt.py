@@ -163,7 +163,7 @@ def take_prompt(
         layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
     segment = Segment(pages)
     segments = list(shared)
-    if segment.count:
+    if segment.count or not segments:  # an empty one has the shapes of pages, for a file
         segments.append((segment, segment.count))
     return KeptPrompt(seed, ids, segments, layers, own_layers, header, cache.positions.of_rows([row]))
 

@@ -167,6 +167,7 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
         sizes = layer.heads, layer.widths, layer.dtype
         layers[index] = LayerOfPrompt(layer.spec, sizes, tokens.paged[0], tokens.sinks[0], tokens.tails[0])
     segment = Segment(pages)
-    segments = [(segment, segment.count)] if segment.count else []
     header, ids = saved_cache.header_in(description, tensors), torch.tensor(more["ids"])
-    return KeptPrompt(more["seed"], ids, segments, layers, contents.own_layers, header, contents.positions)
+    return KeptPrompt(
+        more["seed"], ids, [(segment, segment.count)], layers, contents.own_layers, header, contents.positions
+    )

@@ -71,7 +71,7 @@ REFUSED = {
     "blt": "'blt' has no num_hidden_layers: it is several stacks of layers",
     "qwen4_exp_text": "'qwen4_exp_text' is sparse attention: an indexer chooses the tokens",
     "dots3_note_text": "is sparse attention: an indexer",
-    "zamba2": "'zamba2' has no layer with full attention alone",
+    "zamba2": "'zamba2' has no layer with only full attention",
     "gemma4_assistant": "no keys and values of its own: it attends to those of the model that it assists",
 }
 

@@ -307,6 +307,19 @@ def test_folder(model, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_text_without_a_full_page_is_saved_and_goes_on(model, tmp_path):
+    """Also from the folder, and from there to another folder."""
+    ids, store = _text(40, 1), lb.PrefixStore(folder=tmp_path)
+    want = _generate(model, ids, store)[0]
+    assert [segment.count for prompt in store._prompts for segment, _ in prompt.segments] == [0]
+    store.save()
+    other = lb.PrefixStore(folder=tmp_path)
+    tokens, cached, _ = _generate(model, ids, other)
+    assert torch.equal(tokens, want)
+    assert cached == 39
+    other.save()
+
+
 def test_folders_have_a_limit(model, tmp_path):
     store = lb.PrefixStore(1, folder=tmp_path)
     _generate(model, _text(100, 0), store)
