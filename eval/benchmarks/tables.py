@@ -44,6 +44,7 @@ from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 ROOT = RESULTS.parents[1]
 PAGES = (
     "docs/results.md",
+    "docs/results-smollm2.md",
     "docs/dev/calibrated-presets.md",
     "docs/dev/batch.md",
     "docs/protocols.md",

@@ -259,9 +259,8 @@ class LowBitCache(Cache, PushToHubMixin):
             for layer in self.packed_layers:
                 layer.refresh()
             if query_length > 1 and self.guard.starts_at:
-                self._look_at_model(
-                    query_length
-                )  # recurrent layers in front have read the tokens by the time of `update`
+                # by the time of `update` recurrent layers in front have read the tokens
+                self._look_at_model(query_length)
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(offset, Seen):
             offset.cache = self

@@ -76,7 +76,7 @@ def _stopped(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
     strings, of as many tokens as those can have."""
     groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
     for sequence, token in zip(sequences, tokens, strict=True):
-        if sequence.stop_strings is not None and not sequence.ended:
+        if sequence.stop_strings is not None and not sequence.ended and token >= 0:  # below 0: none was drawn
             groups.setdefault(sequence.stop_strings, []).append((sequence, token))
     stopped: set[Sequence] = set()
     for criterion, members in groups.items():

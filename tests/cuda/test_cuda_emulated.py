@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
 from cuda_cases import LONG_CHUNKS, check_long_chunk, fragment
-from emulated import emulated
+from emulated import emulated, some_fast
 from kernel_cases import Case, check_steps, filled, generator, plain, random_step, relative_error
 from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, TRELLIS, static_sizes
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
@@ -33,16 +33,6 @@ pytestmark = [
 def launch(monkeypatch):
     with emulated(monkeypatch) as cuda:
         yield cuda
-
-
-def some_fast(cases: list, fast: set[int]) -> list:
-    """Parameters. Each case takes a compilation of its own or more: those with other numbers than `fast` are slow."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), id=str(case), marks=[] if i in fast else pytest.mark.slow
-        )
-        for i, case in enumerate(cases)
-    ]
 
 
 KITTY = {"keys": "boosted2-r0.125", "values": "int2-token"}

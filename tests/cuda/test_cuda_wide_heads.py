@@ -10,7 +10,7 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated
+from emulated import emulated, some_fast
 from kernel_cases import (
     Case,
     assert_same_state,
@@ -45,16 +45,6 @@ BF16 = torch.bfloat16
 def launch(monkeypatch):
     with emulated(monkeypatch) as cuda:
         yield cuda
-
-
-def some_fast(cases: list, fast: set[int]) -> list:
-    """Each case takes a compilation of its own or more: those with other numbers than `fast` are slow."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), id=str(case), marks=[] if i in fast else pytest.mark.slow
-        )
-        for i, case in enumerate(cases)
-    ]
 
 
 #: one and two turns of the exchange (more than four query rows, or not), each way in which scales and codes lie in pages

@@ -231,6 +231,23 @@ def test_requests_share_what_finds_their_stop_strings(model, monkeypatch):
     assert len({len(result.generated_tokens) for result in results}) > 3
 
 
+def test_a_row_without_probabilities_does_not_end_others_that_have_stop_strings(model, monkeypatch):
+    """Its token is no token, so that no stop string is looked for in it."""
+    tokenizer = letters()
+
+    class NoProbabilities(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, float("nan"))
+
+    requests = [
+        {"prompt": "abc", "stop_strings": ["never here"], "logits_processor": [NoProbabilities()], "do_sample": True},
+        {"prompt": "abc", "stop_strings": ["never here"], "do_sample": False},
+    ]
+    broken, fine = lb.generate_many(model, requests, "dense", tokenizer=tokenizer, max_new_tokens=5, **FIXED)
+    assert broken.finish_reason == "error"
+    assert (fine.finish_reason, len(fine.generated_tokens)) == ("length", 5)
+
+
 def test_messages_that_a_template_refuses_stop_no_other_request(model):
     """A template raises errors of its own kind, and often for a system message."""
     tokenizer = letters()

