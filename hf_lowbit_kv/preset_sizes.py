@@ -24,8 +24,8 @@ BITS_OF_A_PAGE = {
     ("boosted2-r0.125", "int2-token"): 2.37890625,
     ("static-65444333", "static-4-tn"): 4.078125,
     ("static-64332222", "static-3-tn"): 3.078125,
-    ("static-44422000", "static-2-tn"): 2.078125,
-    ("static-44422000", "trellis-2"): 2.078125,
+    ("static-54222100", "static-2-tn"): 2.078125,
+    ("static-54222100", "trellis-2"): 2.078125,
     ("fp8-centered", "fp8"): 8.3125,
     ("fp8", "dense"): 161 / 18,
 }

@@ -6,18 +6,19 @@ codes:
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
-A name indicates what a page has besides codes: `static-44422000` (keys) a mean for each channel, `static-2-tn` (values) a scale
+A name indicates what a page has besides codes: `static-54222100` (keys) a mean for each channel, `static-2-tn` (values) a scale
 for each token and no mean.
 
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
 - `mean` is the page's mean after the center is subtracted, in steps: one float16 for each channel. It is 0 for values.
   Keys have large means where their biases turn with the position, so 8 bits would not reach far enough.
-- `bits` of a channel come from the pattern: `44422000` gives the first three eighths of the channels 4 bits, the last
-  three none.
+- `bits` of a channel come from the pattern: `54222100` gives the first eighth of the channels 5 bits, the last two
+  eighths none.
 - `token_scale` is `2 ** (k / 4)`, k in -8..7, computed from the token's root mean square.
 - `gain` undoes the shrinking of a minimum-error quantizer of Gaussian numbers.
 
-Codes are stored as planes of 4, 2 and 1 bits; codes of 3 bits have a plane of 2 and a plane of 1. A kernel treats a
+Codes are stored as planes of 4, 2 and 1 bits. Codes of 3 bits have a plane of 2 and a plane of 1; codes of 5 bits have
+one of 4 and one of 1. A kernel treats a
 second plane as a few more channels, whose query is multiplied by `2 ** shift`.
 
 The CUDA kernels store codes in the order in which tensor cores take them: layouts `fragment-1` (keys), `fragment-1t`

@@ -23,7 +23,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 BOUNDS = {
     **{"dense": 1e-6, "int8-channel": 0.07, "fp8-centered": 0.33, "int6-channel": 0.28, "int5-channel": 0.55},
     **{"int4-channel": 1.08, "int2-channel": 5.9, "boosted2-r0.125": 5.4, "boosted2-r0.25": 4.8},
-    **{"static-65444333": 1.6, "static-64332222": 3.1, "static-44422000": 6.8},
+    **{"static-65444333": 1.6, "static-64332222": 3.1, "static-54222100": 6.8},
 }
 LISTED = [name for name in lb.preset_names() if lb.get_preset(name).reading != "latent"]
 CALIBRATED = [name for name in LISTED if lb.get_preset(name).spec().parameters(64, 64, 1)]

@@ -12,7 +12,7 @@ from hf_lowbit_kv.formats import fragment, parse_format
 from hf_lowbit_kv.formats.static import ERROR, STEP, Static
 from hf_lowbit_kv.storage.transforms import Eigen, parse_transform
 
-PATTERNS = ["44422000", "53222110", "64332222", "44222110"]
+PATTERNS = ["54222100", "44422000", "53222110", "64332222", "44222110"]
 
 
 def parameters(heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

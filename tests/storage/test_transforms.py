@@ -121,7 +121,7 @@ def test_a_center_changes_no_output(backend, softcap, sinks):
     16 bits here, so nothing is lost but roundings of the model's dtype. The tokens' own parts would be lost in it, if
     the bias was rotated with them."""
     heads, head_dim, past = 2, 64, 40
-    spec = LayerSpec.parse("static-44422000|static-2-tn|8|64|32|eigen|hadamard|separate")
+    spec = LayerSpec.parse("static-54222100|static-2-tn|8|64|32|eigen|hadamard|separate")
     bias = torch.zeros(heads, 1, head_dim)
     bias[..., 24:32] = 300.0
     matrix = torch.linalg.qr(torch.randn(heads, head_dim, head_dim))[0]
@@ -149,7 +149,7 @@ def test_a_center_changes_no_output(backend, softcap, sinks):
 
 def test_values_have_no_center():
     with pytest.raises(ValueError, match=r"value_transform='eigen' is not allowed: it takes off a center"):
-        LayerSpec.parse("static-44422000|static-2-tn|8|64|32|eigen|eigen|separate")
+        LayerSpec.parse("static-54222100|static-2-tn|8|64|32|eigen|eigen|separate")
 
 
 def test_parameters_of_all_heads_are_shared():

@@ -28,7 +28,7 @@ FORMATS = [
     ("fp8", "fp8-static"),
     ("fp8", "fp8"),
     ("vq-d4b6", "vq-d8b5"),
-    ("static-44422000", "static-3-tn"),
+    ("static-54222100", "static-3-tn"),
     ("static-64332222", "static-2-tn"),
     ("int4-token", "trellis-2"),
     ("fp8-centered", "fp8"),

@@ -9,9 +9,9 @@ from kernel_cases import Case
 
 from hf_lowbit_kv.formats import HEAD_DIMS
 
-EIGEN_2 = {"keys": "static-44422000", "values": "static-2-tn"}
+EIGEN_2 = {"keys": "static-54222100", "values": "static-2-tn"}
 EIGEN_3 = {"keys": "static-64332222", "values": "static-3-tn"}
-TRELLIS = {"keys": "static-44422000", "values": "trellis-2"}
+TRELLIS = {"keys": "static-54222100", "values": "trellis-2"}
 
 SMALL = [
     Case(),
@@ -350,7 +350,7 @@ def static_stores() -> list[tuple[Case, list[int]]]:
     chunks = [1, 0, 250, 0, 0, 127, 0, 0, 3, 400, *[0] * 3]
     base = {"residual": 128, "page_size": 128, "lengths": (1, 1)}
     patterns = [
-        ("static-44422000", "static-2-tn"),
+        ("static-54222100", "static-2-tn"),
         ("static-64332222", "static-3-tn"),
         ("static-53222110", "static-4-tn"),
     ]

@@ -73,7 +73,7 @@ def run_all(case: Case) -> None:
 
 #: and the patterns of the presets
 STATIC = [
-    pytest.param(("static-44422000", "static-2-tn")),
+    pytest.param(("static-54222100", "static-2-tn")),
     pytest.param(("static-64332222", "static-3-tn"), marks=pytest.mark.slow),
 ]
 
@@ -86,7 +86,7 @@ FAST = [
     ("fp8", "fp8"),
 ]
 #: pages in the other layout: channels in groups, and static codes, whose other kernels compile for a quarter of a minute
-READ = [("int4-channel", "dense"), ("static-44422000", "static-2-tn")]
+READ = [("int4-channel", "dense"), ("static-54222100", "static-2-tn")]
 
 
 @pytest.mark.fast_if(wanted=lambda p: p["formats"] in FAST)
