@@ -170,7 +170,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 class Behaviour:
-    """The results for modules, by class, because the layers of a model repeat. Refers to classes, and to no module."""
+    """The results for modules of a kind, because the layers of a model repeat. Refers to classes, and to no module."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, Any] = {}
@@ -181,13 +181,19 @@ class Behaviour:
         return self._seen[known]
 
 
+def _kind(module: nn.Module) -> tuple:
+    """The class of a module, and its plain values: layers of one class may differ in a number, such as a limit."""
+    attributes = dict(vars(module))  # as they are now: other threads replace `forward` for a while
+    return type(module), *((name, x) for name, x in attributes.items() if type(x) in (bool, int, float, str))
+
+
 def _norm(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
     parameters = dict(module.named_parameters(recurse=False))
     if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
         return None
     if not isinstance(eps_of(module), float) or behaviour.of(_arguments, type(module), type(module)) != 2:
         return None
-    offset = behaviour.of(norm_offset, module, type(module), parameters["weight"].shape, eps_of(module))
+    offset = behaviour.of(norm_offset, module, _kind(module), parameters["weight"].shape)
     return Plain("norms", name, "no RMS norm") if offset is None else Norm(name, module, offset)
 
 
@@ -235,11 +241,7 @@ def _gate(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain |
         return None
     if hooked := [child for child, x in children.items() if not [*x.parameters()] and why_not_replaced(x)]:
         return Plain("gate", f"{name}.{hooked[0]}", str(why_not_replaced(children[hooked[0]])))
-    key = (
-        type(module),
-        *((child, type(x), getattr(x, "__dict__", {}).get("approximate")) for child, x in children.items()),
-    )
-    gate = behaviour.of(gate_kind, module, key)
+    gate = behaviour.of(gate_kind, module, _kind(module), *((child, _kind(x)) for child, x in children.items()))
     return None if gate is None else Gate(name, module, *gate)
 
 

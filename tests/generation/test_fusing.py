@@ -361,6 +361,40 @@ def test_what_stays_plain(model, change, expected):
     assert ("layers.0.mlp" in gates) == (change not in (_compiled, _clamped))
 
 
+def test_layers_of_one_class_that_differ_in_a_number(model):
+    """As those of Step 3.7, of which only the last clamp. The first step may not reach the limit."""
+
+    class Clamped(type(model.model.layers[0].mlp)):
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=self.limit) * self.up_proj(x))
+
+    class Centered(type(model.model.norm)):
+        def forward(self, x):
+            return super().forward(x - x.mean(-1, keepdim=True) if self.centered else x)
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.__class__, layer.mlp.limit = Clamped, [float("inf"), 100.0][index]
+        layer.input_layernorm.__class__, layer.input_layernorm.centered = Centered, index == 1
+    gates = [each.name for each in find_pieces(model) if isinstance(each, Piece) and each.kind == "gate"]
+    assert gates == ["layers.0.mlp"]
+    assert reasons(model) == {("norms", "layers.1.input_layernorm"): "no RMS norm"}
+
+
+def test_activations_of_one_class_that_differ_in_a_number(model):
+    class Clipped(nn.Module):
+        def __init__(self, limit):
+            super().__init__()
+            self.limit = limit
+
+        def forward(self, x):
+            return nn.functional.silu(x).clamp(max=self.limit)
+
+    for layer, limit in zip(model.model.layers, (float("inf"), 100.0), strict=True):
+        layer.mlp.act_fn = Clipped(limit).eval()
+    gates = [each.name for each in find_pieces(model) if isinstance(each, Piece) and each.kind == "gate"]
+    assert gates == ["layers.0.mlp"]
+
+
 def test_what_keeps_the_whole_model_plain(model):
     assert why_nothing_fused(model) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
