@@ -38,7 +38,7 @@ from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, longest_window
-from hf_lowbit_kv.calibration.steps_shown import LogLines, Report, say, steps_shown
+from hf_lowbit_kv.calibration.progress import LogLines, Report, reporting, say
 from hf_lowbit_kv.calibration.window_reading import attend_in_full
 from hf_lowbit_kv.eval.benchmarks.measure import CHUNK, CONTEXT, START, TEXTS, setting
 from hf_lowbit_kv.eval.bootstrap import block_means
@@ -363,9 +363,9 @@ def calibrated(
     windows = tokens.draw(samples, length, seed, model.device.type, least=2)
     say(announcement(tokens, windows, None), progress)
     count = len(windows.windows)
-    with steps_shown(progress) as shown:
-        shown("reading", 0, count)
-        moments = read_moments(model, windows.windows, lambda done: shown("reading", done, count))
+    with reporting(progress) as report:
+        report("reading", 0, count)
+        moments = read_moments(model, windows.windows, lambda done: report("reading", done, count))
     costs: Mapping[int, torch.Tensor | None] = dict.fromkeys(moments)
     if any(BASELINES[name].method == "wush" for name in names):
         costs = output_costs(model, moments, {index: len(each.sums["k"]) for index, each in moments.items()})

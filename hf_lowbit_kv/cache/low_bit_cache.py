@@ -29,13 +29,12 @@ from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import check_choice, one_of, unknown_option
-from .filled_by import FilledBy, Look, another_model, look_at
+from .filled_by import FilledBy, Look, ModelRef, another_model, look_at
 from .implementation import warn_if_dense
 from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_positions import ModelPositions
-from .model_ref import ModelRef
 from .overrun import OverrunError, OverrunWatch
 from .own_layer_contents import resized
 from .own_layers import (

@@ -19,7 +19,7 @@ from . import gradients as differentiation
 from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
 from .calibration_windows import Tokens, announcement, check_texts, first_positions, longest_window
 from .calibrators import ALIKE
-from .steps_shown import Report, say, steps_shown
+from .progress import Report, reporting, say
 from .window_reading import read_windows
 
 
@@ -100,24 +100,25 @@ def calibrate(
     grids = plan.weighted(length) if attention else []
     say(announcement(tokens, windows, extra), progress)
     tensors: dict[str, torch.Tensor] = {}
-    with steps_shown(progress) as shown:
+    with reporting(progress) as report:
         count = len(windows.windows)
-        shown("reading", 0, count)
-        read_windows(model, windows.windows, kept.see, functools.partial(_told, shown, count), grids, firsts)
+        report("reading", 0, count)
+        read_windows(model, windows.windows, kept.see, lambda done: report("reading", done, count), grids, firsts)
         if extra is not None:
-            count = len(extra.windows)
-            shown("gradients", 0, len(watched) * count)
+            passes = len(watched) * len(extra.windows)
+            report("gradients", 0, passes)
             for number, (page_size, sides) in enumerate(watched.items()):
                 see = functools.partial(plan.see_gradients, page_size)
-                notify = lambda done, number=number: shown("gradients", number * count + done, len(watched) * count)  # noqa: E731
+                before = number * len(extra.windows)
+                notify = lambda done, before=before: report("gradients", before + done, passes)  # noqa: E731
                 differentiation.read_gradients(
                     *(model, extra.windows, plan.sizes, sides, see, seed, notify, page_size, offload),
                     first_positions(model, len(extra.windows), extra.length, seed),
                 )
-        shown("fitting", 0, len(plan.sizes))
+        report("fitting", 0, len(plan.sizes))
         for number, layer in enumerate(plan.sizes):
             tensors |= kept.fit(layer, seed, model.device)
-            shown("fitting", number + 1, len(plan.sizes))
+            report("fitting", number + 1, len(plan.sizes))
     source: dict[str, Any] = {"presets": list(specs)}
     if text_names is not None:
         source["texts"] = list(text_names)
@@ -157,7 +158,3 @@ def _specs(preset: str | LayerSpec | Sequence[str | LayerSpec]) -> dict[str, Lay
     if not choices:
         raise ValueError("preset=[] is not allowed; name one preset or more")
     return {str(x): x if isinstance(x, LayerSpec) else get_preset(x).spec() for x in choices}
-
-
-def _told(shown: Report, count: int, done: int) -> None:
-    shown("reading", done, count)

@@ -11,7 +11,7 @@ from ..cache.method_caches import from_preset
 from ..cache.packed_layers import packed_sizes
 from ..calibration.calibrate import calibrate
 from ..calibration.calibration_target import add_to_file
-from ..calibration.steps_shown import Report
+from ..calibration.progress import Report
 from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..eval.cache_sizes import Size

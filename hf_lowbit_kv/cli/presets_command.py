@@ -6,14 +6,24 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import preset_sizes
-from ..presets import DEFAULT_PRESET, LISTED, Preset, get_preset, preset_names, recommended_first, short_list
+from ..presets import (
+    DEFAULT_PRESET,
+    HEAD_DIM,
+    LISTED,
+    Preset,
+    bits_per_value,
+    get_preset,
+    is_calibrated,
+    preset_names,
+    recommended_first,
+    short_list,
+)
 from .shared_options import JsonOption, print_json, print_table
 
 
 def presets(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence.")] = 32768,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = preset_sizes.HEAD_DIM,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = HEAD_DIM,
     every: Annotated[bool, typer.Option("--all", help="List all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -37,10 +47,10 @@ def presets(
 
 
 def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
-    """The size of a preset, without torch if its bits are in the table of `preset_sizes`."""
-    bits = preset_sizes.bits_per_value(preset, tokens) if head_dim == preset_sizes.HEAD_DIM else None
+    """The size of a preset, without torch if its bits are in `BITS_OF_A_PAGE`."""
+    bits = bits_per_value(preset, tokens) if head_dim == HEAD_DIM else None
     if preset.name in LISTED and bits is not None:
-        calibrated = preset_sizes.calibrated(preset)
+        calibrated = is_calibrated(preset)
     else:
         spec = preset.spec()
         widths = spec.reading.shown_widths(head_dim)

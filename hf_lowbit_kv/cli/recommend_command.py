@@ -134,7 +134,7 @@ def _calibrate_first(
     """Make the calibrations that presets within the budget lack, if the user wants them. Else name the presets left
     out."""
     from ..calibration.calibration_cost import cost
-    from ..calibration.steps_shown import LogLines
+    from ..calibration.progress import LogLines
     from . import missing_calibrations
 
     if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):

@@ -98,7 +98,7 @@ def calibrate(
     from ..cache.packed_layers import packed_sizes
     from ..calibration.calibrate import calibrate as run
     from ..calibration.calibration_target import add_to_file, try_file, try_user_files
-    from ..calibration.steps_shown import LogLines
+    from ..calibration.progress import LogLines
     from ..calibration_files.calibration_lookup import user_file
     from ..calibration_files.model_description import describe_model
 

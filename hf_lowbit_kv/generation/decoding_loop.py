@@ -15,7 +15,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -25,6 +25,8 @@ from ..cache.cache_argument import cache_in
 from .overriding import original, overridden
 from .process_wide import ProcessWide
 
+#: why a text ended: values of `Result.finish_reason` and `Chat.finish_reason`
+FinishReason = Literal["stop", "length", "error", "cancelled"]
 #: for the call that runs in this thread: the cache whose stop check may be late; the cache, and the callable that takes
 #: its steps
 _late: contextvars.ContextVar[Any] = contextvars.ContextVar("late", default=None)

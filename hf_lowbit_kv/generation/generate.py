@@ -25,11 +25,10 @@ from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
 from ..storage.layer_spec import check_count
 from . import compiling, recording
-from .call_options import Call, cache_of, options_of_cache, setting, warn_of_length
+from .call_options import Call, cache_of, check_names, options_of_cache, setting, warn_of_length
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
-from .option_names import check_names
 from .overriding import overridden
 from .prefill import check_chunk_size, read_prompt
 from .prefix_reading import PrefixCall, Prefixes, check_prefixes

@@ -32,10 +32,9 @@ from .compiled_layers import compilations, recorded_as_compiled, why_not_recorde
 from .cuda_graphs import Graph
 from .cuda_graphs import graphs_for as graphs_for
 from .fusing import Fusion, why_nothing_fused
-from .heartbeat import watch_ranks
 from .step_state import counted, python_state, restore, saved, windows_full
 from .sync_watch import watch
-from .tensor_parallel import Ranks
+from .tensor_parallel import Ranks, watch_ranks
 
 #: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
 #: full

@@ -18,10 +18,9 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
-from ..generation.call_options import check_options, options_of_cache, setting
-from ..generation.finish_reason import FinishReason
+from ..generation.call_options import check_names, check_options, options_of_cache, setting
+from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
-from ..generation.option_names import check_names
 from ..generation.sampling_settings import check_sampling
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of

@@ -13,7 +13,7 @@ from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.served_models import tp_size, unwrap_generating
-from ..calibration.steps_shown import Report, steps_shown
+from ..calibration.progress import Report, reporting
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
 from ..presets import PresetName
@@ -138,7 +138,7 @@ def generate_many(
     )
     if as_completed:
         return _as_completed(run)
-    with steps_shown(progress) as report:
+    with reporting(progress) as report:
         try:
             return _in_order(run.results(all_of_them=True, report=report))
         finally:

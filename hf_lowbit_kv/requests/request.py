@@ -12,8 +12,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
-from ..generation.call_options import check_options, new_tokens_of, return_sequences
-from ..generation.option_names import check_names
+from ..generation.call_options import check_names, check_options, new_tokens_of, return_sequences
 from ..generation.sampling_settings import check_settings, processors_of
 
 #: keys of a request that say what the model reads; each request has one of them

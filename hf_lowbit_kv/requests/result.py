@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..generation.finish_reason import FinishReason
+from ..generation.decoding_loop import FinishReason
 
 
 @dataclass

@@ -11,9 +11,9 @@ import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration import gradients, steps_shown
+from hf_lowbit_kv.calibration import gradients, progress
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
-from hf_lowbit_kv.calibration.steps_shown import LogLines
+from hf_lowbit_kv.calibration.progress import LogLines
 
 END = 1
 
@@ -223,8 +223,8 @@ def test_tokens_are_announced_before_the_model_reads(options, line, model, capsy
 
 
 def test_it_can_be_silent(model, capsys):
-    for progress in (False, None):
-        calibrate(model, LONG, samples=2, progress=progress)
+    for silent in (False, None):
+        calibrate(model, LONG, samples=2, progress=silent)
     assert capsys.readouterr() == ("", "")
     with pytest.raises(TypeError, match="progress='no' is not allowed; it must be True, False or a function"):
         calibrate(model, LONG, samples=2, progress="no")
@@ -271,7 +271,7 @@ def test_a_part_is_shown_before_its_first_step_ends(model, monkeypatch):
 
 def test_a_log_gets_lines(capsys, monkeypatch):
     log, clock = LogLines(), [0.0]
-    monkeypatch.setattr(steps_shown.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     for done in range(36):
         log("reading", done, 35)
     assert capsys.readouterr().err.splitlines() == [f"reading {done}/35" for done in (0, 16, 32, 35)]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_lowbit_kv
-from hf_lowbit_kv import cli, preset_names, preset_sizes, presets
+from hf_lowbit_kv import cli, preset_names, presets
 from hf_lowbit_kv.cli import demo_command, missing_calibrations
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval import local_models as bundled
@@ -132,11 +132,11 @@ def test_the_table_of_sizes_agrees_with_the_formats(tokens):
     for name in presets.LISTED:
         preset = presets.get_preset(name)
         spec = preset.spec()
-        widths = spec.reading.shown_widths(preset_sizes.HEAD_DIM)
-        assert preset_sizes.bits_per_value(preset, tokens) == pytest.approx(
-            spec.bits_per_value(tokens, preset_sizes.HEAD_DIM), abs=1e-9
-        ), f"{name}: put its formats into preset_sizes.BITS_OF_A_PAGE"
-        assert preset_sizes.calibrated(preset) == bool(spec.parameters(*widths, 1)), name
+        widths = spec.reading.shown_widths(presets.HEAD_DIM)
+        assert presets.bits_per_value(preset, tokens) == pytest.approx(
+            spec.bits_per_value(tokens, presets.HEAD_DIM), abs=1e-9
+        ), f"{name}: put its formats into presets.BITS_OF_A_PAGE"
+        assert presets.is_calibrated(preset) == bool(spec.parameters(*widths, 1)), name
 
 
 def test_names_that_are_declared_without_torch():

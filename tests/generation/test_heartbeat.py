@@ -9,16 +9,16 @@ import pytest
 from ranks import run_ranks
 from torch.distributed import HashStore
 
-from hf_lowbit_kv.generation import heartbeat
+from hf_lowbit_kv.generation import tensor_parallel
 
 
 def _rank(rank: int, way: str) -> None:
     import torch.distributed as dist
 
-    heartbeat.INTERVAL, heartbeat.PATIENCE = 0.1, 1.5
+    tensor_parallel.INTERVAL, tensor_parallel.PATIENCE = 0.1, 1.5
     dist.init_process_group("gloo")
-    heartbeat.watch_ranks(dist.group.WORLD)
-    heartbeat.watch_ranks(dist.group.WORLD)  # once for each group
+    tensor_parallel.watch_ranks(dist.group.WORLD)
+    tensor_parallel.watch_ranks(dist.group.WORLD)  # once for each group
     time.sleep(0.5)
     if rank == 1:
         if way == "killed":
@@ -29,7 +29,7 @@ def _rank(rank: int, way: str) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(("way", "codes"), [("killed", [heartbeat.EXIT_STATUS, -9]), ("leaves", [0, 0])])
+@pytest.mark.parametrize(("way", "codes"), [("killed", [tensor_parallel.EXIT_STATUS, -9]), ("leaves", [0, 0])])
 def test_a_killed_rank_ends_the_other_and_one_that_leaves_does_not(way, codes):
     assert run_ranks(_rank, 2, way) == codes
 
@@ -37,10 +37,10 @@ def test_a_killed_rank_ends_the_other_and_one_that_leaves_does_not(way, codes):
 def test_a_store_that_is_gone_ends_the_process(monkeypatch):
     """The store is in the process of one rank, so its end may be the first sign."""
     ended = []
-    monkeypatch.setattr(heartbeat, "INTERVAL", 0.01)
-    monkeypatch.setattr(heartbeat, "_end", ended.append)
+    monkeypatch.setattr(tensor_parallel, "INTERVAL", 0.01)
+    monkeypatch.setattr(tensor_parallel, "_end", ended.append)
     store = HashStore()
-    heart = heartbeat.Heartbeat(store, "test", 0, [1])
+    heart = tensor_parallel.Heartbeat(store, "test", 0, [1])
     monkeypatch.setattr(heart, "store", None)
     heart.run()
     assert len(ended) == 1

@@ -36,7 +36,7 @@ class LogLines:
 
 
 @contextmanager
-def steps_shown(progress: bool | Report | None) -> Iterator[Report]:
+def reporting(progress: bool | Report | None) -> Iterator[Report]:
     """Yields a function to call when a part of the work begins, with 0 steps done, and after each step.
 
     Args:
