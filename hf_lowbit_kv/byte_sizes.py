@@ -9,7 +9,7 @@ UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M
 UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
 UNITS |= {unit.removesuffix("B"): factor for unit, factor in UNITS.items()}
 #: a size of fewer bytes needs a unit: who writes 24 means 24 GB
-LEAST_WITHOUT_UNIT = 10**6
+SMALLEST_WITHOUT_UNIT = 10**6
 
 
 def parse_size(text: str, name: str | None = None) -> int:
@@ -20,12 +20,12 @@ def parse_size(text: str, name: str | None = None) -> int:
     """
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    shown = f"size {text!r}" if name is None else f"{name}={text!r}"
+    label = f"size {text!r}" if name is None else f"{name}={text!r}"
     if match is None or match[2].lower() not in units:
-        raise ValueError(f"{shown} is not understood; give e.g. 24GB or 512MiB")
+        raise ValueError(f"{label} is not understood; give e.g. 24GB or 512MiB")
     size = int(float(match[1]) * units[match[2].lower()])
-    if not match[2] and size < LEAST_WITHOUT_UNIT:
-        raise ValueError(f"{shown} is not understood: {match[1]} what? Give e.g. {match[1]}GB or {match[1]}MiB")
+    if not match[2] and size < SMALLEST_WITHOUT_UNIT:
+        raise ValueError(f"{label} is not understood: {match[1]} what? Give e.g. {match[1]}GB or {match[1]}MiB")
     return size
 
 

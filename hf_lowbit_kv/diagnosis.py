@@ -98,12 +98,12 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         (True, 'kivi-4-sink')
     """
     try:
-        where = torch.device(device or accelerator() or "cpu")
-        _check_usable(where)
+        checked_device = torch.device(device or accelerator() or "cpu")
+        _check_usable(checked_device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-    check = _check(where, dtype)
+    dtype = torch.float32 if checked_device.type == "cpu" else torch.bfloat16
+    check = _check(checked_device, dtype)
     device_type = accelerator()
     return Diagnosis(
         packages={name: version(name) for name in PACKAGES},
@@ -115,7 +115,7 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         accelerator=device_type and device_type.type,
         devices=_devices(),
         kernels=_kernels(),
-        backends=_backends(where, dtype),
+        backends=_backends(checked_device, dtype),
         check=check,
         missing=_missing(),
         ok=check["error"] is None,
@@ -153,10 +153,10 @@ def _driver() -> str | None:
         return None
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return next(iter(done.stdout.split()), None) if done.returncode == 0 else None
+    return next(iter(result.stdout.split()), None) if result.returncode == 0 else None
 
 
 def _kernels() -> dict[str, Any]:
@@ -237,8 +237,8 @@ def _layer(preset: str, backend: str | None = None) -> Any:
 
 def _parameters(preset: str) -> dict[int, dict[str, torch.Tensor]] | None:
     """Random numbers in place of a calibration. The choice of a backend depends only on their shapes."""
-    wanted, random = get_preset(preset).spec().parameters(128, 128, 2), torch.Generator().manual_seed(0)
-    tensors = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in wanted}
+    parameters, random = get_preset(preset).spec().parameters(128, 128, 2), torch.Generator().manual_seed(0)
+    tensors = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in parameters}
     return {0: tensors} if tensors else None
 
 
@@ -293,9 +293,9 @@ def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         out = _attend(layer, device, dtype)
         row["backend"] = layer.backend
         # if the chosen backend is the reference, compare with the CPU: compared with itself it would always agree
-        other = torch.device("cpu") if layer.backend == "torch" else device
-        want = _attend(_layer(CHECKED, "torch"), other, dtype).to(out.device)
-        row["relative_error"] = float((out - want).norm() / want.norm())
+        reference_device = torch.device("cpu") if layer.backend == "torch" else device
+        expected = _attend(_layer(CHECKED, "torch"), reference_device, dtype).to(out.device)
+        row["relative_error"] = float((out - expected).norm() / expected.norm())
     except Exception as error:  # the user wants to know why it does not run
         row["error"] = f"{type(error).__name__}: {error}"
     else:
@@ -318,7 +318,7 @@ def _attend(layer: Any, device: torch.device, dtype: torch.dtype) -> torch.Tenso
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
-def _described(gpu: dict[str, Any]) -> list[str]:
+def _description_of(gpu: dict[str, Any]) -> list[str]:
     capability, memory = gpu["capability"], gpu["memory_bytes"]
     words = [gpu["name"]]
     if capability:
@@ -338,10 +338,10 @@ def _render(diagnosis: Diagnosis) -> str:
     console = Console(file=out, width=80, force_jupyter=False, color_system=None, highlight=False)
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in diagnosis["packages"].items())
     kernels, check = diagnosis["kernels"], diagnosis["check"]
-    kept = f"{kernels['directory']}: {kernels['files']} files, {kernels['bytes'] / 1e6:.1f} MB"
+    stored = f"{kernels['directory']}: {kernels['files']} files, {kernels['bytes'] / 1e6:.1f} MB"
     if kernels["why_refused"]:
-        kept += f"; not used: {kernels['why_refused']}"
-    gpus = [", ".join(_described(gpu)) for gpu in diagnosis["devices"]]
+        stored += f"; not used: {kernels['why_refused']}"
+    gpus = [", ".join(_description_of(gpu)) for gpu in diagnosis["devices"]]
     built_for = [f"{name} {diagnosis[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "rocm")) if diagnosis[key]]
     result = check["error"] or f"agrees with the reference (relative error {check['relative_error']:.1e})"
     lines = {
@@ -349,7 +349,7 @@ def _render(diagnosis: Diagnosis) -> str:
         "python": f"{diagnosis['python']} on {diagnosis['platform']}",
         "GPU": "; ".join(gpus) or "none",
         "driver": f"{diagnosis['driver'] or 'none'}; torch is built for {(*built_for, diagnosis['accelerator'] or 'CPUs')[0]}",
-        "kernels kept in": kept,
+        "kernels kept in": stored,
         f"{check['preset']} on {check['device']}": f"{check['backend']}, {check['dtype']}: {result}",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -357,11 +357,13 @@ def _render(diagnosis: Diagnosis) -> str:
         table.add_row(*map(escape, row))
     console.print(table)
     table = Table("backend", "why", "presets", title="Backends", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
-    alike: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for each in diagnosis["backends"]:
-        alike.setdefault((each["backend"] or "none", each["why"] or ""), []).extend(each["presets"])
-    for choice, presets in alike.items():
-        table.add_row(*map(escape, choice), "all" if len(alike) == 1 else escape(", ".join(recommended_first(presets))))
+        groups.setdefault((each["backend"] or "none", each["why"] or ""), []).extend(each["presets"])
+    for choice, presets in groups.items():
+        table.add_row(
+            *map(escape, choice), "all" if len(groups) == 1 else escape(", ".join(recommended_first(presets)))
+        )
     console.print(table)
     for each in diagnosis["missing"]:
         console.print(escape(f"missing: {each['what']} (for {each['for']}). Install:"))

@@ -60,22 +60,22 @@ def layer_specs(
     """
     if isinstance(dense_layers, (str, int)) or not isinstance(dense_layers, Iterable):
         raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
-    chosen = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, model_sides)
+    choices = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, model_sides)
     if callable(per_layer):
-        more = {index: choice for index in model_sides if (choice := per_layer(index, config)) is not None}
+        per_layer_choices = {index: choice for index in model_sides if (choice := per_layer(index, config)) is not None}
     elif per_layer is None or isinstance(per_layer, Mapping):
-        more = _by_index("per_layer", per_layer or {}, config, model_sides)
+        per_layer_choices = _by_index("per_layer", per_layer or {}, config, model_sides)
     else:
         raise TypeError(
             f"per_layer={per_layer!r} is not allowed; it must be a mapping from layer indices to presets or options, "
             "or a function (index, config) -> preset, options or None"
         )
-    if both := sorted(chosen.keys() & more.keys()):
-        raise ValueError(f"layers {both} are in dense_layers and in per_layer; name each layer once")
-    chosen |= more
+    if doubled := sorted(choices.keys() & per_layer_choices.keys()):
+        raise ValueError(f"layers {doubled} are in dense_layers and in per_layer; name each layer once")
+    choices |= per_layer_choices
     by_layer = {}
     for index, model_side in model_sides.items():
-        layer_spec = _changed(spec, chosen[index], index, config, model_side) if index in chosen else spec
+        layer_spec = _changed(spec, choices[index], index, config, model_side) if index in choices else spec
         by_layer[index] = (
             layer_spec
             if layer_spec.reading == model_side.reading

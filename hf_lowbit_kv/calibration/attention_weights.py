@@ -55,7 +55,7 @@ class PageGrid(NamedTuple):
         return None
 
 
-def received(
+def squared_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     grid: PageGrid,
@@ -95,15 +95,15 @@ def received(
 def token_weights(attention: torch.Tensor, grid: PageGrid) -> torch.Tensor:
     """w of each token, float32 `[H, S]`. attention: the result of `received` for a window."""
     queries = grid.queries(attention.shape[1]).to(attention.device)
-    each = attention.double() / queries.clamp(min=1)
-    counted = queries > 0
-    mean = each[:, counted].mean(1, keepdim=True)
-    weights = (each / mean.clamp(min=1e-300)).clamp(max=MOST_WEIGHT)
-    return torch.where(counted, weights, 0.0).float()
+    per_query = attention.double() / queries.clamp(min=1)
+    weighted = queries > 0
+    mean = per_query[:, weighted].mean(1, keepdim=True)
+    weights = (per_query / mean.clamp(min=1e-300)).clamp(max=MOST_WEIGHT)
+    return torch.where(weighted, weights, 0.0).float()
 
 
 def weights_of(
     query, key, grids: Iterable[PageGrid], scaling, softcap=None, sinks=None
 ) -> dict[PageGrid, torch.Tensor]:
     """`token_weights` of a window for each grid of pages. Arguments as for `received`."""
-    return {grid: token_weights(received(query, key, grid, scaling, softcap, sinks), grid) for grid in grids}
+    return {grid: token_weights(squared_attention(query, key, grid, scaling, softcap, sinks), grid) for grid in grids}

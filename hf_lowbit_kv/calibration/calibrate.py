@@ -85,14 +85,15 @@ def calibrate(
         )
     specs = _specs(preset)
     plan = plan_for(model, preset, per_head)
-    asked_for = samples, length
+    limits = samples, length
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
     windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes))
-    watched = plan.gradient_sides if gradients else {}
-    extra = (
-        tokens.draw_for_gradients(*differentiation.wanted(model, max(watched), *asked_for), seed) if watched else None
-    )
+    gradient_sides = plan.gradient_sides if gradients else {}
+    extra = None
+    if gradient_sides:
+        count, lengths = differentiation.gradient_windows(model, max(gradient_sides), *limits)
+        extra = tokens.draw_for_gradients(count, lengths, seed)
     firsts = first_positions(model, len(windows.windows), length, seed)
     sampling = plan.choose(len(windows.windows), length, seed)
     plan.check(sampling, device)
@@ -105,9 +106,9 @@ def calibrate(
         report("reading", 0, count)
         read_windows(model, windows.windows, kept.see, lambda done: report("reading", done, count), grids, firsts)
         if extra is not None:
-            passes = len(watched) * len(extra.windows)
+            passes = len(gradient_sides) * len(extra.windows)
             report("gradients", 0, passes)
-            for number, (page_size, sides) in enumerate(watched.items()):
+            for number, (page_size, sides) in enumerate(gradient_sides.items()):
                 see = functools.partial(plan.see_gradients, page_size)
                 before = number * len(extra.windows)
                 notify = lambda done, before=before: report("gradients", before + done, passes)  # noqa: E731
@@ -127,7 +128,7 @@ def calibrate(
         "samples": len(windows.windows),
         "length": length,
         "positions": max(firsts) + length,
-        "gradients": bool(watched),
+        "gradients": bool(gradient_sides),
         "attention": bool(grids),
     }
     if grids:

@@ -18,9 +18,9 @@ from .calibrators import Calibrator
 #: tokens of the timed pass
 PROBE = 256
 #: time of a pass with gradients relative to a pass without them; factor of weighting on the time of attention
-BACKWARD, WEIGHED = 3.0, 2.0
+BACKWARD, WEIGHTED = 3.0, 2.0
 #: fitting is tried on one page of this many, and on all pages if that should take less than this many seconds
-TRIED, TRIED_WHOLE = 16, 4.0
+TRIAL, TRIAL_SECONDS = 16, 4.0
 
 
 class Cost(NamedTuple):
@@ -47,10 +47,10 @@ def cost(model: Any, presets: Sequence[str]) -> Cost:
     linear, attention = _work(model, plan)
     seconds = tokens * second * _slower(linear, attention, length, probe)
     if any(calibrator.attention for calibrator in plan.calibrators.values()):
-        seconds = tokens * second * _slower(linear, WEIGHED * attention, length, probe)
+        seconds = tokens * second * _slower(linear, WEIGHTED * attention, length, probe)
     nbytes = _kept(plan, windows, length, model.dtype)
     if plan.gradient_sides:
-        count, (window, *_) = gradients.wanted(model, max(plan.gradient_sides))
+        count, (window, *_) = gradients.gradient_windows(model, max(plan.gradient_sides))
         passes = len(plan.gradient_sides) * count * window
         seconds += BACKWARD * passes * second * _slower(linear, attention, window, probe)
         nbytes += _backward(model, window)
@@ -59,13 +59,13 @@ def cost(model: Any, presets: Sequence[str]) -> Cost:
 
 def _seconds_of_pass(model: Any, tokens: int) -> float:
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
-    began = 0.0
+    start = 0.0
     for _ in range(2):  # only the second pass counts
-        began = time.perf_counter()
+        start = time.perf_counter()
         model(ids, use_cache=False, logits_to_keep=1)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _work(model: Any, plan: CalibrationPlan) -> tuple[float, float]:
@@ -111,10 +111,10 @@ def _fitting(plan: CalibrationPlan, tokens: int, device: torch.device) -> float:
 def _fit_of(calibrator: Calibrator, tokens: int, device: torch.device) -> float:
     """Seconds that a calibrator takes to fit. The time of k-means is not proportional to the number of points, so the
     fit is tried on all pages if this is not long."""
-    wanted = max(min(calibrator.pages, tokens // calibrator.page_size), 1)
-    tried = max(wanted // TRIED, min(wanted, 2))
-    seconds = _seconds_of_fit(calibrator, tried, device) * wanted / tried
-    return _seconds_of_fit(calibrator, wanted, device) if tried < wanted and seconds < TRIED_WHOLE else seconds
+    pages = max(min(calibrator.pages, tokens // calibrator.page_size), 1)
+    trial = max(pages // TRIAL, min(pages, 2))
+    seconds = _seconds_of_fit(calibrator, trial, device) * pages / trial
+    return _seconds_of_fit(calibrator, pages, device) if trial < pages and seconds < TRIAL_SECONDS else seconds
 
 
 def _seconds_of_fit(calibrator: Calibrator, pages: int, device: torch.device) -> float:
@@ -122,8 +122,8 @@ def _seconds_of_fit(calibrator: Calibrator, pages: int, device: torch.device) ->
     shape = calibrator.num_kv_heads, pages, calibrator.page_size, calibrator.head_dim
     tokens = torch.randn(shape, generator=generator, device=device)
     calibrator.observe(tokens[:, :2].flatten(1, 2)[None])
-    began = time.perf_counter()
+    start = time.perf_counter()
     calibrator.fit(tokens, 0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start

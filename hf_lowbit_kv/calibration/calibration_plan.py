@@ -69,7 +69,7 @@ class SampledPages(NamedTuple):
 
     def for_job(self, job: Job) -> list[int]:
         """Indices into `pages` of the pages that the job stores, in the order in which they were drawn."""
-        return [at for at in self.order if self.pages[at] >= job.first]
+        return [index for index in self.order if self.pages[index] >= job.first]
 
 
 class Sampling(NamedTuple):
@@ -111,19 +111,19 @@ class CalibrationPlan:
     @property
     def gradient_sides(self) -> dict[int, list[int]]:
         """By page size, the sides with a calibrator that wants gradients: 0 for keys, 1 for values."""
-        wanted = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
+        needed = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
         sides = {
-            size: [number for number, side in enumerate(SIDES) if (size, side) in wanted] for size in self.page_sizes
+            size: [number for number, side in enumerate(SIDES) if (size, side) in needed] for size in self.page_sizes
         }
         return {size: numbers for size, numbers in sides.items() if numbers}
 
     def weighted(self, length: int) -> list[PageGrid]:
         """The page grids for which tokens are weighted by attention, for calibrators that want weights. Warns if windows
         of `length` tokens are too short."""
-        wanted = {key[1:] for key, each in self.calibrators.items() if each.attention}
+        needed = {key[1:] for key, each in self.calibrators.items() if each.attention}
         grids: list[PageGrid] = []
         for job in self.jobs:
-            if not any(key in wanted for key, _ in job.parts) or job.grid in grids:
+            if not any(key in needed for key, _ in job.parts) or job.grid in grids:
                 continue
             if (reason := job.grid.why_not(length)) is None:
                 grids.append(job.grid)
@@ -137,14 +137,14 @@ class CalibrationPlan:
         by_size = {}
         for size in self.page_sizes:
             pages = length // size
-            wanted = max(each.pages for each in self.calibrators.values() if each.page_size == size)
+            needed = max(each.pages for each in self.calibrators.values() if each.page_size == size)
             # the first pages of a window may be left out
             spare = 1 + windows * max(job.first for job in self.jobs if job.page_size == size)
-            order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))[: wanted + spare]
+            order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))[: needed + spare]
             chosen = order.sort().values.tolist()
-            by_window = [[at % pages for at in chosen if at // pages == window] for window in range(windows)]
-            places = order.argsort().argsort().tolist()  # in `chosen`; pages are kept in its order
-            by_size[size] = SampledPages(by_window, [page for window in by_window for page in window], places)
+            by_window = [[index % pages for index in chosen if index // pages == window] for window in range(windows)]
+            indices = order.argsort().argsort().tolist()  # in `chosen`; pages are kept in its order
+            by_size[size] = SampledPages(by_window, [page for window in by_window for page in window], indices)
         return Sampling(by_size)
 
     def check(self, sampling: Sampling, device: str) -> None:
@@ -160,9 +160,9 @@ class CalibrationPlan:
     def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
         """Show calibrators gradients `[1, H, S, D]` with respect to keys (side 0) or values (1) of a window, which was
         read in pages of this size."""
-        for calibrator, _, part_of in self.watching_gradients(layer, SIDES[side], gradients):
+        for calibrator, _, part_tokens in self.watching_gradients(layer, SIDES[side], gradients):
             if calibrator.page_size == page_size:
-                calibrator.observe_gradients(part_of)
+                calibrator.observe_gradients(part_tokens)
 
     def watching_tokens(self, layer: int, side: str, x: torch.Tensor) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
         """The calibrators of a layer that see tokens `x`, `[1, H, S, D]`, before anything is fitted. Yields each once,
@@ -179,16 +179,16 @@ class CalibrationPlan:
     def _watching(
         self, layer: int, side: str, x: torch.Tensor, mapped: Callable[[Transform, torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
-        shown: set[Calibrator] = set()  # jobs may share a transform
+        seen_before: set[Calibrator] = set()  # jobs may share a transform
         for job in self.jobs:
             if job.side != side:
                 continue
             tokens = x[:, :, job.skip :]
             for key, part in job.parts:
                 if (calibrator := self.calibrators.get((layer, *key))) is not None:
-                    if calibrator not in shown:
+                    if calibrator not in seen_before:
                         yield calibrator, job, tokens
-                    shown.add(calibrator)
+                    seen_before.add(calibrator)
                     break  # later parts see the fitted result, in `KeptPages.fit`
                 if isinstance(part, Transform):
                     tokens = mapped(part, tokens.float())
@@ -215,13 +215,13 @@ class KeptPages:
             for size, sampled in self.sampling.by_size.items():
                 pages = [tokens[0, :, size * page : size * (page + 1)] for page in sampled.by_window[window]]
                 self._pages.setdefault((size, layer, side), []).extend(map(self._copied, pages))
-            for calibrator, job, part_of in self.plan.watching_tokens(layer, side, tokens):
+            for calibrator, job, part_tokens in self.plan.watching_tokens(layer, side, tokens):
                 seen = weights.get(job.grid) if side == "keys" and calibrator.attention else None
-                calibrator.observe(part_of, None if seen is None else seen[:, job.skip :])
-        for grid, of_tokens in weights.items():
+                calibrator.observe(part_tokens, None if seen is None else seen[:, job.skip :])
+        for grid, token_weights in weights.items():
             size = grid.page_size
             sampled = self.sampling.by_size[size]
-            pages = [of_tokens[:, size * page : size * (page + 1)] for page in sampled.by_window[window]]
+            pages = [token_weights[:, size * page : size * (page + 1)] for page in sampled.by_window[window]]
             self._weights.setdefault((grid, layer), []).extend(map(self._copied, pages))
 
     def _copied(self, page: torch.Tensor) -> torch.Tensor:
@@ -232,11 +232,13 @@ class KeptPages:
         """The tensors of a layer, by their names in the file, computed on `device`. Drops the pages of the layer."""
         fitted = {}
         for job in self.plan.jobs:
-            places = self.sampling.for_job(job)
+            indices = self.sampling.for_job(job)
             pages = self._pages[job.page_size, layer, job.side]
-            x = torch.stack([pages[at] for at in places], 1).to(device).float()
-            of_pages = self._weights.get((job.grid, layer))
-            weights = None if of_pages is None else torch.stack([of_pages[at] for at in places], 1).to(device)
+            x = torch.stack([pages[index] for index in indices], 1).to(device).float()
+            page_weights = self._weights.get((job.grid, layer))
+            weights = (
+                None if page_weights is None else torch.stack([page_weights[index] for index in indices], 1).to(device)
+            )
             for key, part in job.parts:
                 tensors: Sequence[torch.Tensor] = ()
                 if (calibrator := self.plan.calibrators.get((layer, *key))) is not None:

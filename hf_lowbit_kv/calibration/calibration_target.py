@@ -15,11 +15,11 @@ from ..calibration_files.calibration_lookup import user_folder
 from ..folders import make_folder
 
 
-def try_file(path: Path, shown: str) -> Calibration | None:
+def try_file(path: Path, label: str) -> Calibration | None:
     """Find out whether a calibration can be written to `path`, or added to the file there. Makes the folder of `path`.
 
     Args:
-        shown: how messages name the file.
+        label: how messages name the file.
 
     Returns:
         The calibration in the file, or `None` if there is no file yet.
@@ -30,19 +30,19 @@ def try_file(path: Path, shown: str) -> Calibration | None:
         OSError: `path` cannot be written.
     """
     if path.is_dir():
-        raise ValueError(f"{shown} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
+        raise ValueError(f"{label} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{shown} is no regular file; name another one")
-    _try_folder(path.parent, shown)
+        raise ValueError(f"{label} is no regular file; name another one")
+    _try_folder(path.parent, label)
     if not path.exists():
         return None
     if not os.access(path, os.W_OK):
-        raise PermissionError(f"{shown} is not writable")
+        raise PermissionError(f"{label} is not writable")
     try:
         return Calibration.load(path)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{shown} exists, and nothing can be added to it: {error}. Delete it, or name another file"
+            f"{label} exists, and nothing can be added to it: {error}. Delete it, or name another file"
         ) from error
 
 
@@ -56,13 +56,13 @@ def try_user_files(model_name: str) -> None:
             try_file(path, repr(str(path)))
 
 
-def _try_folder(folder: Path, shown: str) -> None:
+def _try_folder(folder: Path, label: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
             file.write(b"\0")
     except OSError as error:
-        raise OSError(f"{shown} cannot be written: {error}") from error
+        raise OSError(f"{label} cannot be written: {error}") from error
 
 
 def add_to_file(calibration: Calibration, path: Path) -> Calibration:

@@ -20,11 +20,11 @@ FEWEST_TOKENS = 8 * 512
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows to read, int64 `[length]` each. wanted: how many tokens the caller wanted in all."""
+    """Windows to read, int64 `[length]` each. target: how many tokens the caller wanted in all."""
 
     windows: list[torch.Tensor]
     length: int
-    wanted: int
+    target: int
 
     def __str__(self) -> str:
         return f"{len(self.windows)} window{'s' if len(self.windows) != 1 else ''} of {self.length}"
@@ -83,13 +83,13 @@ class Tokens:
         check_count("samples", samples, optional=True, unit="windows")
         whole, joined = self.windows(length)
         needed = -(-FEWEST_TOKENS // length) if samples is None else samples
-        if (there := len(whole) + len(joined)) < needed:
+        if (available := len(whole) + len(joined)) < needed:
             raise ValueError(
-                f"the texts are too short: {self.count} tokens in {self.texts} texts give {there} windows of {length}, and "
+                f"the texts are too short: {self.count} tokens in {self.texts} texts give {available} windows of {length}, and "
                 f"{needed} are needed, which is {needed * length} tokens"
             )
-        wanted = max(TOKENS.get(device, TOKENS["cuda"]) // length, 1) if samples is None else samples
-        return Windows(_draw_windows(whole, joined, wanted, seed), length, wanted * length)
+        target = max(TOKENS.get(device, TOKENS["cuda"]) // length, 1) if samples is None else samples
+        return Windows(_draw_windows(whole, joined, target, seed), length, target * length)
 
     def draw_for_gradients(self, count: int, lengths: Sequence[int], seed: int) -> Windows:
         """At most `count` windows. Their length is the first of `lengths` for which the texts have a window.
@@ -121,8 +121,8 @@ def _draw_windows(whole: list[torch.Tensor], joined: list[torch.Tensor], count: 
 def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) -> str:
     """The line that is printed before a model reads: how many tokens there are, are wanted, and will be read."""
     read = len(windows.windows) * windows.length
-    fewer = ", as many as there are," if read < windows.wanted else ""
-    text = f"calibrating on {tokens}; {windows.wanted} are wanted, and {read}{fewer} will be read: {windows}"
+    fewer = ", as many as there are," if read < windows.target else ""
+    text = f"calibrating on {tokens}; {windows.target} are wanted, and {read}{fewer} will be read: {windows}"
     return text if gradients is None else f"{text}, and {gradients} for gradients"
 
 
@@ -135,9 +135,9 @@ def first_positions(model: Any, count: int, length: int, seed: int) -> list[int]
     room = (longest_text(unwrap(model).config) or length) - length
     if room <= 0 or "position_ids" not in inspect.signature(unwrap(model).forward).parameters:
         return [0] * count
-    generator, far = torch.Generator().manual_seed(seed), count // 2
-    parts = torch.randperm(far, generator=generator) + torch.rand(far, generator=generator)
-    later = (parts / max(far, 1) * (room + 1)).long().clamp(max=room).tolist()
+    generator, half = torch.Generator().manual_seed(seed), count // 2
+    parts = torch.randperm(half, generator=generator) + torch.rand(half, generator=generator)
+    later = (parts / max(half, 1) * (room + 1)).long().clamp(max=room).tolist()
     return [later[number // 2] if number % 2 else 0 for number in range(count)]
 
 

@@ -93,7 +93,7 @@ RIDGE = 0.3
 FACTORS = tuple(0.6 + i / 15 for i in range(13))
 #: tokens of each KV head on which steps are fitted
 TOKENS = 128 * 128
-SMALLEST = 1e-6
+SMALLEST_SIZE = 1e-6
 FP16_MAX = 65504.0
 #: share of the statistics in which all tokens count the same; in the rest they are weighted by attention
 ALIKE = 0.4
@@ -206,17 +206,17 @@ class StaticCalibrator(Calibrator):
             weights = None
         shares = _shares(weights, rest)
         size = (rest.square() * shares).sum(1).sqrt()
-        size = size.clamp(min=float(size.amax()) * SMALLEST + 1e-30)
+        size = size.clamp(min=float(size.amax()) * SMALLEST_SIZE + 1e-30)
         bits = self.part.bits(self.head_dim).to(rest.device)
         gaussian = torch.tensor([STEP[int(b)] for b in bits], device=rest.device)
         if self.part.token_scale:
-            typical = (rest / size[:, None]).square().mean(-1).sqrt().clamp(min=SMALLEST).log().mean(-1).exp()
+            typical = (rest / size[:, None]).square().mean(-1).sqrt().clamp(min=SMALLEST_SIZE).log().mean(-1).exp()
             return size * typical[:, None] * gaussian
         best, step = torch.full_like(size, torch.inf), size * gaussian
         for factor in FACTORS:
-            tried = size * gaussian * factor
-            error = ((uniform_codes(rest, tried[:, None], bits) - rest).square() * shares).sum(1)
-            step, best = torch.where(error < best, tried, step), torch.minimum(error, best)
+            candidate = size * gaussian * factor
+            error = ((uniform_codes(rest, candidate[:, None], bits) - rest).square() * shares).sum(1)
+            step, best = torch.where(error < best, candidate, step), torch.minimum(error, best)
         return step
 
 
@@ -242,16 +242,16 @@ class SmoothCalibrator(Calibrator):
     largest: torch.Tensor | None = None
 
     def observe(self, tokens, weights=None):
-        most = tokens.float().abs().amax((0, 2))
-        self.largest = most if self.largest is None else torch.maximum(self.largest, most)
+        magnitude = tokens.float().abs().amax((0, 2))
+        self.largest = magnitude if self.largest is None else torch.maximum(self.largest, magnitude)
 
     def fit(self, pages, seed, weights=None):
         assert self.largest is not None
         if not bool(self.largest.isfinite().all()):
             raise ValueError("the keys are not all finite")
         factors = self.largest.sqrt()
-        least = SMALLEST_FACTOR * factors.amax(-1, keepdim=True)
-        return (torch.where(factors > 0, factors.maximum(least), 1.0),)
+        floor = SMALLEST_FACTOR * factors.amax(-1, keepdim=True)
+        return (torch.where(factors > 0, factors.maximum(floor), 1.0),)
 
 
 class CodebookCalibrator(Calibrator):

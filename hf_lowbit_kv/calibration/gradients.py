@@ -28,7 +28,7 @@ LENGTH = 1024
 DISTANCE = 2
 
 
-def wanted(
+def gradient_windows(
     model: Any, page_size: int = PAGE, samples: int | None = None, length: int | None = None
 ) -> tuple[int, list[int]]:
     """The number of windows, and their lengths in tokens. A length is used if texts have no window of the lengths
@@ -44,13 +44,13 @@ def wanted(
     lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
     if length is not None:
         lengths = [each for each in lengths if each <= max(length, LENGTH // 2)]
-    if not (enough := [length for length in lengths if length > DISTANCE * page_size]):
+    if not (usable := [length for length in lengths if length > DISTANCE * page_size]):
         raise ValueError(
             f"the model's context of {longest_window(model)} tokens is too short for gradients with pages of {page_size}: "
             "gradients=False (--no-gradients) does without"
         )
     count = SAMPLES.get(model.device.type, SAMPLES["cuda"])
-    return count if samples is None else min(samples, count), enough
+    return count if samples is None else min(samples, count), usable
 
 
 class _GradientCache(DynamicCache):
@@ -104,8 +104,8 @@ def read_gradients(
             do.
     """
     generator = torch.Generator().manual_seed(seed)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:  # so autograd keeps nothing for gradients of weights
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:  # so autograd keeps nothing for gradients of weights
         parameter.requires_grad_(False)
     try:
         for number, window in enumerate(windows):
@@ -117,7 +117,7 @@ def read_gradients(
             if progress is not None:
                 progress(number + 1)
     finally:
-        for parameter in trained:
+        for parameter in parameters:
             parameter.requires_grad_(True)
 
 

@@ -57,19 +57,19 @@ def read_windows(
     """
     for number, window in enumerate(windows):
         ids = window[None].to(model.device)
-        at = positions(firsts[number] if firsts else 0, len(window), model.device)
+        arguments = positions(firsts[number] if firsts else 0, len(window), model.device)
         if grids:
-            cache = _watching(model, functools.partial(see, number), grids)
+            cache = _observed_cache(model, functools.partial(see, number), grids)
             with selected(model):
-                model(ids, **at, **as_argument(cache), use_cache=True, logits_to_keep=1)
+                model(ids, **arguments, **as_argument(cache), use_cache=True, logits_to_keep=1)
         else:
-            handing_on = WindowCache(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
-            model(ids, **at, **as_argument(handing_on), use_cache=True, logits_to_keep=1)
+            observer = WindowCache(model.config, lambda layer, *x, number=number: see(number, layer, x, {}))
+            model(ids, **arguments, **as_argument(observer), use_cache=True, logits_to_keep=1)
         if progress is not None:
             progress(number + 1)
 
 
-def _watching(
+def _observed_cache(
     model: Any, see: Callable[[int, tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]
 ) -> LowBitCache:
     """A low-bit cache for one forward pass. Its packed layers store nothing: they pass on their keys and values, and
@@ -114,6 +114,6 @@ def attend_in_full(chunk: Chunk) -> torch.Tensor:
     for low in range(before, key.shape[2], CHUNK):
         high = min(low + CHUNK, key.shape[2])
         allowed = position[:high] <= position[low:high, None]
-        at = query[:, :, low - before : high - before], key[:, :, :high], value[:, :, :high]
-        blocks.append(plain_attention(*at, allowed, scaling, softcap, sinks))
+        arguments = query[:, :, low - before : high - before], key[:, :, :high], value[:, :, :high]
+        blocks.append(plain_attention(*arguments, allowed, scaling, softcap, sinks))
     return torch.cat(blocks, 1)

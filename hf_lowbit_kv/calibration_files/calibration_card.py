@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 #: fields of a run of `calibrate` -> their headings on the card
-OF_A_RUN = {
+RUN_FIELDS = {
     "presets": "presets",
     "texts": "texts",
     "text_hashes": "SHA-256 of the texts, beginning",
@@ -23,7 +23,7 @@ OF_A_RUN = {
     "versions": "versions",
 }
 #: fields of a measured preset -> their headings on the card
-OF_A_PRESET = {
+PRESET_FIELDS = {
     "preset": "preset",
     "bits_per_value": "bits",
     "kl": "KL, nats",
@@ -44,7 +44,7 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
     Raises:
         ValueError: a mapping names a text that the calibration has used, or lacks `preset` or `kl`.
     """
-    texts = {str(text) for run in calibration.source for text in _listed(run.get("texts"))}
+    texts = {str(text) for run in calibration.source for text in _as_list(run.get("texts"))}
     for row in measured:
         if missing := [key for key in ("preset", "kl") if key not in row]:
             raise ValueError(f"measured has {dict(row)!r}, which lacks {missing[0]!r}")
@@ -52,7 +52,7 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
             raise ValueError(f"measured has text={text!r}, which was calibrated on: measure on another text")
     data = ModelCardData(library_name="hf-lowbit-kv", tags=["kv-cache", "quantization", "calibration"])
     name = calibration.model["name"]
-    presets = sorted({preset for run in calibration.source for preset in _listed(run.get("presets"))})
+    presets = sorted({preset for run in calibration.source for preset in _as_list(run.get("presets"))})
     preset = presets[0] if presets else "eigen-2"
     lines = [
         f"# Calibration of low-bit KV caches for {name}",
@@ -77,11 +77,11 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
         "## Made from",
         "",
         *_table(
-            [{title: _shown(run[key]) for key, title in OF_A_RUN.items() if key in run} for run in calibration.source]
+            [{title: _text(run[key]) for key, title in RUN_FIELDS.items() if key in run} for run in calibration.source]
         ),
     ]
     if measured:
-        rows = [{title: _shown(row[key]) for key, title in OF_A_PRESET.items() if key in row} for row in measured]
+        rows = [{title: _text(row[key]) for key, title in PRESET_FIELDS.items() if key in row} for row in measured]
         lines += ["", "## Measured on a text that was not calibrated on", "", *_table(rows)]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
@@ -111,15 +111,15 @@ def push_to_hub(
         )
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 

@@ -153,19 +153,19 @@ class Calibration:
                 are not finite. TypeError: `source` is not a path. OSError: there is no such file, or it cannot be
                 opened.
         """
-        path, shown = find_file(source), f"calibration={str(source)!r}"
-        with opened(path, shown) as file:
+        path, label = find_file(source), f"calibration={str(source)!r}"
+        with opened(path, label) as file:
             tensors = {name: file.read(name) for name in file.names}
         for name, tensor in tensors.items():
             if not tensor.is_floating_point() or tensor.itemsize < 2:
                 raise ValueError(
-                    f"{shown} holds {tensor.dtype} in {name}, and not 16-bit or wider floating-point numbers"
+                    f"{label} holds {tensor.dtype} in {name}, and not 16-bit or wider floating-point numbers"
                 )
             if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{shown} holds numbers that are not finite, in {name}: make it again")
-        stated = file.metadata.get("digest")
-        if stated is not None and stated != _digest(tensors, file.metadata):
-            raise ValueError(f"{shown} was altered: its content is not what was saved. Make it again")
+                raise ValueError(f"{label} holds numbers that are not finite, in {name}: make it again")
+        saved_digest = file.metadata.get("digest")
+        if saved_digest is not None and saved_digest != _digest(tensors, file.metadata):
+            raise ValueError(f"{label} was altered: its content is not what was saved. Make it again")
         return cls(tensors, file.model, file.source, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
@@ -241,8 +241,8 @@ class OpenFile(NamedTuple):
 
 
 @contextmanager
-def opened(path: Path, shown: str) -> Iterator[OpenFile]:
-    """Open a calibration file of this version. shown: its name in messages.
+def opened(path: Path, label: str) -> Iterator[OpenFile]:
+    """Open a calibration file of this version. label: its name in messages.
 
     Raises:
         ValueError: the file is not a calibration, is truncated, is of another version, or does not describe its model.
@@ -254,17 +254,17 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
             raise OSError("it is no file")
         if at.st_size > MOST_BYTES:
             raise ValueError(
-                f"{shown} has {at.st_size} bytes, and a calibration has {MOST_BYTES} at most: make it again"
+                f"{label} has {at.st_size} bytes, and a calibration has {MOST_BYTES} at most: make it again"
             )
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != "hf-lowbit-kv calibration":
-                raise ValueError(f"{shown} is a safetensors file, but no calibration")
+                raise ValueError(f"{label} is a safetensors file, but no calibration")
             version = metadata.get("version")
-            same = version == "1" and not any(part in name for name in file.keys() for part in CHANGED_IN_2)  # noqa: SIM118
-            if version != str(VERSION) and not same:
+            compatible = version == "1" and not any(part in name for name in file.keys() for part in CHANGED_IN_2)  # noqa: SIM118
+            if version != str(VERSION) and not compatible:
                 raise ValueError(
-                    f"{shown} has version {version!r}, and this release reads {VERSION}: make it again with "
+                    f"{label} has version {version!r}, and this release reads {VERSION}: make it again with "
                     "`hf-lowbit-kv calibrate`"
                 )
             try:
@@ -273,12 +273,12 @@ def opened(path: Path, shown: str) -> Iterator[OpenFile]:
                 if not isinstance(source, dict) and not _are_runs(source):
                     raise ValueError(f"source {reprlib.repr(source)} is no list of runs with their tensors")
             except (KeyError, ValueError, RecursionError) as error:
-                raise ValueError(f"{shown} does not say what it was made for: {error!r}") from error
+                raise ValueError(f"{label} does not say what it was made for: {error!r}") from error
             yield OpenFile(file, metadata, model, source)
     except SafetensorError as error:
-        raise ValueError(f"{shown} cannot be read, it may be truncated: {error}") from error
+        raise ValueError(f"{label} cannot be read, it may be truncated: {error}") from error
     except OSError as error:
-        raise type(error)(f"{shown} cannot be opened: {error}") from error
+        raise type(error)(f"{label} cannot be opened: {error}") from error
 
 
 def _are_runs(source: Any) -> bool:

@@ -24,7 +24,7 @@ from .model_description import ACCEPTING, describe_model, difference, marks_diff
 T = TypeVar("T")
 #: calibrations loaded for caches; descriptions of the models of files
 _loaded: ReadOnce[Calibration] = ReadOnce(most=8)
-_made_for: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
+_descriptions: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def user_folder() -> Path:
 def user_file(model: Mapping[str, Any]) -> Path:
     """The file of a model in the user's folder. Its name has the model's name and a hash of `model`
     (`describe_model`)."""
-    weights = {kind: {name: f"{x[-1]:.2g}" for name, x in of.items()} for kind, of in model.get("weights", {}).items()}
+    weights = {
+        kind: {name: f"{x[-1]:.2g}" for name, x in sums.items()} for kind, sums in model.get("weights", {}).items()
+    }
     marks = [model["model_type"], model["layers"], [f"{x:.2g}" for x in model.get("marks", [])], weights]
     return user_folder() / f"{model['name']}-{hashlib.sha256(json.dumps(marks).encode()).hexdigest()[:16]}.safetensors"
 
@@ -77,7 +79,7 @@ def find(
     others = []
     for folder in (user_folder(), bundled_folder()):
         for path in sorted(folder.glob("*.safetensors")):
-            made_for = _usable(path, lambda path=path: _made_for.get(path, lambda: _model_of(path)))  # type: ignore[misc]
+            made_for = _usable(path, lambda path=path: _descriptions.get(path, lambda: _model_of(path)))  # type: ignore[misc]
             if made_for is None or difference(made_for, model, other_weights=True) is not None:
                 continue
             if marks_difference(made_for, model) is not None:
@@ -123,9 +125,9 @@ def _usable(path: Path, read: Callable[[], T]) -> T | None:
 def _skip(path: Path, reason: str) -> None:
     """Warn that a file is not used, once for each file."""
     with _skipping:
-        known = path in _skipped
+        warned = path in _skipped
         _skipped.add(path)
-    if not known:
+    if not warned:
         warnings.warn(
             f"calibration {str(path)!r} is skipped: {reason}. Delete it, or make it again with `hf-lowbit-kv calibrate`",
             stacklevel=2,
@@ -166,7 +168,7 @@ def parameters_for(
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
     if isinstance(calibration, Borrowed):
         calibration, load, convert = calibration.source, _load_once, converted
-    needs = {layer: wanted for layer, spec in specs.items() if (wanted := list(needs_of(spec)))}
+    needs = {layer: tensors for layer, spec in specs.items() if (tensors := list(needs_of(spec)))}
     shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in needs}
     if calibration is None and not needs:
         return CalibratedParameters({})
@@ -176,13 +178,15 @@ def parameters_for(
         loaded = calibration if isinstance(calibration, Calibration) else load(calibration)
         loaded.check(model, allow_other_weights)
         try:
-            return CalibratedParameters(_taken(loaded, needs, shapes, convert), _remark(loaded, specs, model))
+            return CalibratedParameters(_parameters(loaded, needs, shapes, convert), _remark(loaded, specs, model))
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(needs, specs, name, preset, loaded.path)}") from error
     reasons, refused = list[str](), list[str]()
     for candidate in find(model, load, allow_other_weights, refused):
         try:
-            return CalibratedParameters(_taken(candidate, needs, shapes, convert), _remark(candidate, specs, model))
+            return CalibratedParameters(
+                _parameters(candidate, needs, shapes, convert), _remark(candidate, specs, model)
+            )
         except _WrongTensorError as error:
             _skip(Path(candidate.path or ""), str(error))
             reasons.append(str(error))
@@ -211,7 +215,8 @@ def _how_to_make(
     candidates = [*filter(None, [preset]), *preset_names(), *PAPER_PRESETS]
     by_preset = {name: set(needs_of(get_preset(name).spec())) for name in candidates}
     makers = [
-        next((name for name, parts in by_preset.items() if parts.issuperset(wanted)), None) for wanted in needs.values()
+        next((name for name, parts in by_preset.items() if parts.issuperset(tensors)), None)
+        for tensors in needs.values()
     ]
     if None in makers:
         own_specs = ", ".join(dict.fromkeys(f"lb.LayerSpec.parse({specs[layer].key!r})" for layer in needs))
@@ -240,14 +245,14 @@ def _remark(calibration: Calibration, specs: Mapping[int, Any], model: Mapping[s
 
 
 def _without_attention(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
-    counted = {name for run in calibration.source if run.get("attention") for name in run.get("tensors", [])}
+    weighted = {name for run in calibration.source if run.get("attention") for name in run.get("tensors", [])}
     for layer, spec in specs.items():
         for side, role in (("keys", "key"), ("values", "value")):
             transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
             for part, names in ((transform, ()), (fmt, (fmt.calibrated.name,))):
-                wanted = part.parameter_kinds if part.weighted else ()
+                tensors = part.parameter_kinds if part.weighted else ()
                 names = ("layers", str(layer), side, transform.name, *names)
-                if any(".".join((*names, name)) not in counted for name, _ in wanted):
+                if any(".".join((*names, name)) not in weighted for name, _ in tensors):
                     return "calibrated without attention"
     return None
 
@@ -261,16 +266,16 @@ def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...
     return {parameter.name: parameter.shape for parameter in spec.parameters(*dims, heads)}
 
 
-def _taken(
+def _parameters(
     calibration: Calibration,
     needs: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
     shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> dict[int, dict[str, torch.Tensor]]:
-    taken: dict[int, dict[str, torch.Tensor]] = {}
-    for layer, wanted in needs.items():
-        taken[layer] = {}
-        for name, side, names, dtype in wanted:
+    parameters: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, tensors in needs.items():
+        parameters[layer] = {}
+        for name, side, names, dtype in tensors:
             tensor = calibration.get(layer, side, names)
             shape = shapes[layer].get(name)
             if shape is not None and tuple(tensor.shape) not in (shape, (1, *shape[1:])):
@@ -279,5 +284,5 @@ def _taken(
                     f"{where} holds {'.'.join(('layers', str(layer), side, *names))} of shape {tuple(tensor.shape)}, and the "
                     f"layer needs {shape}" + (f", or {(1, *shape[1:])} for all KV heads" if shape[0] > 1 else "")
                 )
-            taken[layer][name] = convert(tensor, dtype)
-    return taken
+            parameters[layer][name] = convert(tensor, dtype)
+    return parameters

@@ -78,8 +78,8 @@ def difference(made_for: Mapping[str, Any], model: Mapping[str, Any], other_weig
     """The first difference between two descriptions of models, or `None`. other_weights: weights may differ."""
     for key in ("model_type", "layers"):
         if made_for[key] != model[key]:
-            shown = (_sizes(made_for[key]), _sizes(model[key])) if key == "layers" else (made_for[key], model[key])
-            return f"{key} {shown[0]}, and the model has {shown[1]}"
+            ours, theirs = (_sizes(each[key]) if key == "layers" else each[key] for each in (made_for, model))
+            return f"{key} {ours}, and the model has {theirs}"
     return None if other_weights else weights_difference(made_for, model)
 
 

@@ -62,11 +62,11 @@ def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> 
             parts.append(part) if isinstance(part, _Part) else unread.setdefault(part)
     if not parts and not unread:
         unread.setdefault("no attention module has a layer_idx")
-    numbers, of_others = _sums_of([part.columns for part in parts], others)
+    numbers, other_numbers = _sums_of([part.columns for part in parts], others)
     sums: dict[str, dict[str, list[float]]] = {}
-    for part, of_part in zip(parts, numbers, strict=True):
-        sums.setdefault(part.kind, {})[part.name] = [float(f"{x:.5g}") for x in of_part]
-    return WeightSums(sums, ", ".join(unread) or None, of_others)
+    for part, part_sums in zip(parts, numbers, strict=True):
+        sums.setdefault(part.kind, {})[part.name] = [float(f"{x:.5g}") for x in part_sums]
+    return WeightSums(sums, ", ".join(unread) or None, other_numbers)
 
 
 def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
@@ -80,8 +80,8 @@ def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | N
         layer, _, tensor = name.partition(".")
         if a.shape != b.shape:
             return f"{tensor} of layer {layer} has another shape"
-        apart, size = float((a - b).square().mean().sqrt()), float(torch.maximum(a[-1], b[-1]))
-        if not apart <= tolerance(kind, other_kind) * size + 1e-12:
+        distance, size = float((a - b).square().mean().sqrt()), float(torch.maximum(a[-1], b[-1]))
+        if not distance <= tolerance(kind, other_kind) * size + 1e-12:
             return f"{tensor} of layer {layer} has other numbers"
     return None
 
@@ -103,8 +103,8 @@ def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
     ours, theirs = _by_name(made_for["weights"]), _by_name(model["weights"])
     if not (common := ours.keys() & theirs.keys()):
         return f"weights of attention not compared: {model.get('unread') or 'their names differ'}"
-    if rest := [reason for each in (made_for, model) if (reason := each.get("unread"))]:
-        return f"weights of attention compared in part: {rest[0]}"
+    if unread := [reason for each in (made_for, model) if (reason := each.get("unread"))]:
+        return f"weights of attention compared in part: {unread[0]}"
     if ours.keys() != theirs.keys():
         return "weights of attention compared in part: some have other names"
     if coarse := sorted({(ours[x][0], theirs[x][0]) for x in common if tolerance(ours[x][0], theirs[x][0]) == COARSE}):
@@ -113,7 +113,7 @@ def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
 
 
 def _by_name(sums: Mapping[str, Mapping[str, list[float]]]) -> dict[str, tuple[str, list[float]]]:
-    return {name: (kind, numbers) for kind, of_kind in sums.items() for name, numbers in of_kind.items()}
+    return {name: (kind, numbers) for kind, kind_sums in sums.items() for name, numbers in kind_sums.items()}
 
 
 def _rounding(kind: str) -> float | None:
@@ -126,16 +126,16 @@ def attention_modules(model: Any, layers: set[int]) -> Iterator[tuple[int, torch
     """The attention module of each of these layers: the innermost modules that have an index, of the text model."""
     config = model.config
     kinds = {config.model_type, config.get_text_config(decoder=True).model_type}
-    known = set()
+    yielded = set()
     for module in model.modules():
         index = vars(module).get("layer_idx")
-        if not isinstance(index, int) or index not in layers or index in known:
+        if not isinstance(index, int) or index not in layers or index in yielded:
             continue
         if any("layer_idx" in vars(inner) for inner in module.modules() if inner is not module):
             continue
-        of = getattr(vars(module).get("config"), "model_type", None)
-        if of is None or of in kinds:
-            known.add(index)
+        model_type = getattr(vars(module).get("config"), "model_type", None)
+        if model_type is None or model_type in kinds:
+            yielded.add(index)
             yield index, module
 
 
@@ -209,14 +209,14 @@ def _evaluated_parts(name: str, layer: Any, dtype: torch.dtype) -> Iterator[_Par
             kind = type(weight).__name__
         columns = _columns(width)
         try:
-            read = columns_of(layer, width, dtype, columns.stop - columns.start, columns.start, UNIT).float()
+            columns_read = columns_of(layer, width, dtype, columns.stop - columns.start, columns.start, UNIT).float()
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError) as error:
             yield f"{type(base).__name__} cannot be evaluated ({str(error).splitlines()[0][:80]})"
             return
         if isinstance(bias, torch.Tensor):
-            read = read - bias.detach().float()[:, None] / UNIT
+            columns_read = columns_read - bias.detach().float()[:, None] / UNIT
             yield from _plain_part(f"{name}.bias", bias)
-        yield _Part(kind, f"{name}.weight", read)
+        yield _Part(kind, f"{name}.weight", columns_read)
 
 
 def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple[list[list[float]], list[float]]:
@@ -234,8 +234,8 @@ def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple
         )
         size = (weighted.square().sum((-1, -2)) / groups).sqrt()
         rows = torch.nn.functional.pad(weighted.sum(-1), (0, -shape[0] % groups))
-        of_groups = rows.view(len(numbers), groups, -1).sum(-1)
-        sums.setdefault(device, []).append(torch.cat([of_groups, size[:, None]], 1))
+        group_sums = rows.view(len(numbers), groups, -1).sum(-1)
+        sums.setdefault(device, []).append(torch.cat([group_sums, size[:, None]], 1))
         order.setdefault(device, []).extend(numbers)
     out: list[list[float]] = [[]] * len(matrices)
     if others is not None:
@@ -252,6 +252,6 @@ def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple
 
 def _factors(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Numbers in (-1.5, -0.5) and (0.5, 1.5) in a fixed order, float32 `[rows, columns]`: rows do not cancel out."""
-    counted = torch.arange(1, rows * columns + 1, device=device)
-    fraction = (counted * 2654435769 % 2**32).float() / 2**32  # multiples of the golden ratio
+    index = torch.arange(1, rows * columns + 1, device=device)
+    fraction = (index * 2654435769 % 2**32).float() / 2**32  # multiples of the golden ratio
     return torch.where(fraction < 0.5, fraction - 1.5, fraction + 0.5).view(rows, columns)

@@ -36,7 +36,7 @@ add_command(app, "serve", serve, extra="serve", extra_for="always")
 add_command(app, "presets", presets)
 add_command(app, "demo", demo, extra="eval", extra_for="for the bundled model, if you give no --model")
 
-_traceback_wanted = False
+_print_traceback = False
 
 
 def run(args: list[str] | None = None, commands: typer.Typer = app, name: str = "hf-lowbit-kv") -> None:
@@ -45,14 +45,14 @@ def run(args: list[str] | None = None, commands: typer.Typer = app, name: str = 
         commands(args=args, prog_name=name)
     except (ValueError, OSError, ImportError) as error:
         # these errors say what the user can change; any other error is a defect and needs its traceback
-        if _traceback_wanted:
+        if _print_traceback:
             raise
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"hf-lowbit-kv {importlib.metadata.version('hf-lowbit-kv')}")
         raise typer.Exit
 
@@ -65,7 +65,7 @@ def _common(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    global _traceback_wanted
-    _traceback_wanted = traceback
+    global _print_traceback
+    _print_traceback = traceback
     if context.invoked_subcommand != "eval":  # `eval` checks its own commands
         refuse_several_processes(str(context.invoked_subcommand))

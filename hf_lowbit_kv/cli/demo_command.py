@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..eval.demo import Answer
 
 #: presets of the demo: the default, and one with about 2 bits that needs no calibration
-SHOWN = (DEFAULT_PRESET, "kitty-pro")
+PRESETS = (DEFAULT_PRESET, "kitty-pro")
 #: answers side by side
 COLUMNS = 3
 
@@ -37,7 +37,7 @@ COLUMNS = 3
 def demo(
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Presets, separated by commas, or 'all'.", show_default=", ".join(SHOWN)),
+        typer.Option("--preset", "-p", help="Presets, separated by commas, or 'all'.", show_default=", ".join(PRESETS)),
     ] = None,
     model: ModelOption = None,
     prompt: Annotated[
@@ -52,7 +52,7 @@ def demo(
 ) -> None:
     """Let a model answer a question about a text, with the full-precision cache and with presets. Compare the answers."""
     every = preset == ["all"]
-    names = [] if every else resolve_presets(preset or [",".join(SHOWN)])
+    names = [] if every else resolve_presets(preset or [",".join(PRESETS)])
     if prompt is not None and not prompt.strip():
         raise ValueError("--prompt is empty; give it a message to answer")
     from ..eval.demo import compare, default_prompt

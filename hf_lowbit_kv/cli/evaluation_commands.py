@@ -73,7 +73,7 @@ def lm_eval(
     names = [name for name in _options_of_lm_eval(preset) if name != "full"]
     for name in names:
         get_preset(name)
-    if not (chosen := _options_of_lm_eval(tasks)):
+    if not (task_names := _options_of_lm_eval(tasks)):
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
     check_dtype(dtype)
     check_device(device_of_process(device))
@@ -87,7 +87,7 @@ def lm_eval(
 
     cache_options = parse_overrides(overrides, calibration)
     quiet()
-    parse_options(chosen, context.args)  # before the model is loaded
+    parse_options(task_names, context.args)  # before the model is loaded
     lm = LowBitLM(
         model,
         kv_chunk=kv_chunk,
@@ -99,14 +99,14 @@ def lm_eval(
     )
     for name in names:
         lm.use(name, **cache_options)  # raises before the measurement if a preset cannot be used
-    rows = evaluate(lm, [FULL, *names] if full else names, chosen, context.args, **cache_options)
+    rows = evaluate(lm, [FULL, *names] if full else names, task_names, context.args, **cache_options)
     data_parallel.leave()
     if lm.rank != 0:
         return
     if as_json:
         print_json(rows)
         return
-    title = f"lm-eval: {', '.join(chosen)}; {ran_on(lm.model, model)}; n = {samples_of(rows)}, kv_chunk {kv_chunk}"
+    title = f"lm-eval: {', '.join(task_names)}; {ran_on(lm.model, model)}; n = {samples_of(rows)}, kv_chunk {kv_chunk}"
     print_table(f"{title}; means with standard errors", comparison(rows), numbers_from=2)
 
 
@@ -219,8 +219,8 @@ def perplexity(
     if as_json:
         print_json(rows)
         return
-    shown = ", ".join(each.name for each in texts)
-    title = f"{ran_on(loaded, model)}: tokens {start} to {context} of {shown}; n = {rows[0]['positions']} tokens"
+    text_names = ", ".join(each.name for each in texts)
+    title = f"{ran_on(loaded, model)}: tokens {start} to {context} of {text_names}; n = {rows[0]['positions']} tokens"
     title += f", kv_chunk {CHUNK}"
     print_table(title, [_cells_of_scores(row) for row in rows], numbers_from=1)
     print(f"bits: at {context} tokens; bits 32k: at 32768. Everything counted, the window in 16 bits.")

@@ -21,20 +21,20 @@ from ..presets import get_preset, preset_names
 
 def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
     """Presets that would meet the budget and only lack a calibration, of `names` or else of all listed presets."""
-    plain = LowBitCache(model, "dense", "dense")
-    if plain.spec.reading.name != "separate":
+    dense = LowBitCache(model, "dense", "dense")
+    if dense.spec.reading.name != "separate":
         return []  # presets for latents have no parameters
-    sizes: dict[int, Any] = plain.packed_sizes
+    sizes: dict[int, Any] = dense.packed_sizes
     uncalibrated = list[str]()
     for name in names or preset_names():
         spec = get_preset(name).spec()
         try:
-            wanted = [bool(spec.parameters(dims[0], dims[1], heads)) for heads, *dims in sizes.values()]
+            has_parameters = [bool(spec.parameters(dims[0], dims[1], heads)) for heads, *dims in sizes.values()]
             for _, *dims in sizes.values():
                 spec.validate(*dims)
         except ValueError:
             continue  # the preset does not fit the model
-        if spec.reading.name != "separate" or not any(wanted):
+        if spec.reading.name != "separate" or not any(has_parameters):
             continue
         try:
             from_preset(name, model, **overrides)

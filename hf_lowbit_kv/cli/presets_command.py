@@ -32,8 +32,8 @@ def presets(
     With --json the list always has all presets.
     """
     names = recommended_first(preset_names())
-    shown = names if every or as_json else short_list(names)
-    rows = [_row(get_preset(name), tokens, head_dim) for name in shown]
+    listed = names if every or as_json else short_list(names)
+    rows = [_row(get_preset(name), tokens, head_dim) for name in listed]
     if as_json:
         print_json(rows)
         return
@@ -42,8 +42,8 @@ def presets(
         row["preset"] += "".join(mark for mark, applies in marks.items() if applies)
     print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
     print("+: the default. *: needs a calibration of the model (hf-lowbit-kv calibrate)")
-    if len(names) > len(shown):
-        print(f"{len(names) - len(shown)} more: hf-lowbit-kv presets --all")
+    if len(names) > len(listed):
+        print(f"{len(names) - len(listed)} more: hf-lowbit-kv presets --all")
 
 
 def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:

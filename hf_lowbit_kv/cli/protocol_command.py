@@ -74,11 +74,11 @@ def protocol(
     need("eval", "lm_eval")
     if dataset is not None and not dataset.is_dir():
         raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")
-    chosen = protocols.check_kivi(
+    task_names = protocols.check_kivi(
         [part.strip() for option in tasks or [] for part in option.split(",") if part.strip()]
     )
     if dataset is not None:
-        for task_name in chosen:
+        for task_name in task_names:
             protocols.local_task(task_name, dataset)  # raises before the model is loaded
     check_dtype(dtype)
     check_device(device)
@@ -87,7 +87,7 @@ def protocol(
     from ..eval.lm_eval_model import LowBitLM, comparison, parse_options, quiet
 
     quiet()
-    parse_options(chosen, context.args)
+    parse_options(task_names, context.args)
     # a prompt is read whole, as in the papers, so some answers need no packed token
     lm = LowBitLM(
         model,
@@ -98,7 +98,7 @@ def protocol(
     )
     for each in names:
         lm.use(each, **changes)
-    rows = protocols.kivi(lm, names, chosen, dataset, context.args, **changes)
+    rows = protocols.kivi(lm, names, task_names, dataset, context.args, **changes)
     if as_json:
         print_json(rows)
         return

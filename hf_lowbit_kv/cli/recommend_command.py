@@ -127,7 +127,7 @@ def _calibrate_first(
     budget: Budget,
     names: list[str] | None,
     changes: dict[str, Any],
-    wanted: bool | None,
+    confirmed: bool | None,
     texts: list[Path] | None,
     measured: Path,
 ) -> None:
@@ -139,16 +139,16 @@ def _calibrate_first(
 
     if not (lacking := missing_calibrations.lacking(model, budget, names, changes)):
         return
-    console, shown = Console(stderr=True), ", ".join(lacking)
-    takes = f"{shown}: a calibration of the model takes {cost(model, lacking)}"
-    if wanted is None and sys.stdin.isatty() and console.is_terminal:
-        wanted = typer.confirm(f"{takes}. Make it?", err=True)
-    if not wanted and names:
+    console, names_text = Console(stderr=True), ", ".join(lacking)
+    announcement = f"{names_text}: a calibration of the model takes {cost(model, lacking)}"
+    if confirmed is None and sys.stdin.isatty() and console.is_terminal:
+        confirmed = typer.confirm(f"{announcement}. Make it?", err=True)
+    if not confirmed and names:
         return  # presets named by the user are not left out: they raise, and the message says how to calibrate
-    if not wanted:
-        console.print(f"left out: {takes} (--calibrate)", markup=False, soft_wrap=True)
+    if not confirmed:
+        console.print(f"left out: {announcement} (--calibrate)", markup=False, soft_wrap=True)
         return
-    console.print(takes, markup=False, soft_wrap=True)
+    console.print(announcement, markup=False, soft_wrap=True)
     progress = True if console.is_terminal else LogLines()
     path = missing_calibrations.make(model, tokenizer, lacking, texts or calibration_texts(), measured, progress)
     console.print(f"calibration: {path}", markup=False, soft_wrap=True)

@@ -107,10 +107,10 @@ def calibrate(
     else:
         try_file(out, f"--out {str(out)!r}")
     loaded, tokenizer = load(model, device, dtype)
-    described = describe_model(loaded, packed_sizes(loaded))
-    path = user_file(described) if out is None else out
-    if (before := try_file(path, repr(str(path)))) is not None:
-        before.check(described)
+    description = describe_model(loaded, packed_sizes(loaded))
+    path = user_file(description) if out is None else out
+    if (existing := try_file(path, repr(str(path)))) is not None:
+        existing.check(description)
     console = Console(stderr=True)
     sampling = {"samples": samples, "length": length, "seed": seed}
     options: dict[str, Any] = {
@@ -121,13 +121,18 @@ def calibrate(
         "offload": offload,
     }
     options["text_names"] = [path.name for path in paths]
-    shown = True if console.is_terminal else LogLines()
-    calibration = run(loaded, tokenizer, texts, names, progress=shown, **options)
+    progress_report = True if console.is_terminal else LogLines()
+    calibration = run(loaded, tokenizer, texts, names, progress=progress_report, **options)
     calibration = add_to_file(calibration, path)
     console.print(f"{path}: {', '.join(calibration.contents())}", markup=False, soft_wrap=True)
     if as_json:
         print_json(
-            {"file": str(path), "model": described["name"], "presets": names, "contents": list(calibration.contents())}
+            {
+                "file": str(path),
+                "model": description["name"],
+                "presets": names,
+                "contents": list(calibration.contents()),
+            }
         )
 
 

@@ -160,12 +160,12 @@ def check_device(name: str | None) -> torch.device | str | None:
     import torch
 
     try:
-        where = None if name is None else torch.device(name)
-        if where is not None:
-            torch.empty(0, device=where)
+        device = None if name is None else torch.device(name)
+        if device is not None:
+            torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return where
+    return device
 
 
 def device_of_process(name: str | None) -> str | None:
@@ -215,18 +215,18 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
     console = Console(stderr=True)
     bar = Progress(*columns, console=console, transient=True)
     task = bar.add_task("", total=total)
-    begun, since = 0, time.monotonic()
+    steps, start = 0, time.monotonic()
 
     def report(name: str) -> None:
-        nonlocal begun
-        bar.update(task, description=name, completed=begun)
-        begun += 1
-        if time.monotonic() - since < after:
+        nonlocal steps
+        bar.update(task, description=name, completed=steps)
+        steps += 1
+        if time.monotonic() - start < after:
             return
         if console.is_terminal:
             bar.start()
         elif logged:  # a log has no moving bar
-            console.print(f"{begun}/{total} {name}")
+            console.print(f"{steps}/{total} {name}")
 
     try:
         yield report

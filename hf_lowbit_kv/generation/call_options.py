@@ -26,7 +26,7 @@ STEPS = ("recorded", "compiled", "eager")
 #: names that a prompt may have among the options
 PROMPTS = ("input_ids", "inputs_embeds")
 #: options of `generate` that are not in its signature
-_OF_GENERATE = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
+_UNLISTED_OPTIONS = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
             f"num_beams={beams} is not allowed: a preallocated cache does not serve beam search; "
             "use model.generate with a growing cache"
         )
-    if (chosen := options.get("cache_implementation")) is not None:
+    if (implementation := options.get("cache_implementation")) is not None:
         raise ValueError(
-            f"cache_implementation={chosen!r} is not allowed: the cache is a low-bit one; use model.generate for others"
+            f"cache_implementation={implementation!r} is not allowed: the cache is a low-bit one; use model.generate for others"
         )
     if setting(model, options, "output_attentions"):
         raise ValueError(NO_WEIGHTS)
@@ -207,14 +207,14 @@ def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
     if not isinstance(prompt, torch.Tensor) or prompt.dim() < 2 or 0 in prompt.shape:
         raise ValueError(
             "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids' (tokenizers return them with "
-            f"return_tensors='pt'), not {_shown(prompt)}"
+            f"return_tensors='pt'), not {_described(prompt)}"
         )
     if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise ValueError(f"input_ids have dtype {ids.dtype}; token ids must be integers, e.g. torch.long")
     return prompt.shape[0], prompt.shape[1]
 
 
-def _shown(prompt: Any) -> str:
+def _described(prompt: Any) -> str:
     return f"a tensor of shape {tuple(prompt.shape)}" if isinstance(prompt, torch.Tensor) else f"{prompt!r:.80}"
 
 
@@ -269,13 +269,13 @@ def check_names(
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(f"generation_config={config!r} is not allowed; it must be a GenerationConfig")
-    known = {*own, *_settings(model, config)}
+    allowed = {*own, *_settings(model, config)}
     if model_inputs:
-        known |= {*inspect.signature(GenerationMixin.generate).parameters, *_OF_GENERATE} - {"self", "kwargs"}
+        allowed |= {*inspect.signature(GenerationMixin.generate).parameters, *_UNLISTED_OPTIONS} - {"self", "kwargs"}
     for name, value in options.items():
-        if name in known or (model_inputs and (value is None or _reads(model, name))):
+        if name in allowed or (model_inputs and (value is None or _is_model_input(model, name))):
             continue
-        raise ValueError(_advice(caller, name, known, model_inputs))
+        raise ValueError(_advice(caller, name, allowed, model_inputs))
 
 
 def _settings(model: Any, config: Any) -> set[str]:
@@ -284,7 +284,7 @@ def _settings(model: Any, config: Any) -> set[str]:
     return {name for each in configs for name in vars(each) if not name.startswith("_")}
 
 
-def _reads(model: Any, name: str) -> bool:
+def _is_model_input(model: Any, name: str) -> bool:
     """Whether the model takes an input of this name. transformers decides."""
     try:
         model._validate_model_kwargs({name: True})
@@ -293,15 +293,15 @@ def _reads(model: Any, name: str) -> bool:
     return True
 
 
-def _advice(caller: str, name: str, known: Collection[str], model_inputs: bool) -> str:
-    of_cache = PresetOptions.__annotations__
-    if name in of_cache:
+def _advice(caller: str, name: str, allowed: Collection[str], model_inputs: bool) -> str:
+    preset_options = PresetOptions.__annotations__
+    if name in preset_options:
         return f"{name!r} is an option of the cache; pass it as {caller}(..., cache_options={{{name!r}: ...}})"
-    close = difflib.get_close_matches(name, sorted({*known, *of_cache}), n=1, cutoff=0.7)
-    hint = "".join(f"; did you mean {each!r}{_place(each, known)}?" for each in close)
+    close = difflib.get_close_matches(name, sorted({*allowed, *preset_options}), n=1, cutoff=0.7)
+    hint = "".join(f"; did you mean {each!r}{_how_to_pass(each, allowed)}?" for each in close)
     others = ", nor an input of the model" if model_inputs else " (images and other inputs than tokens are not served)"
     return f"{name!r} is not known: neither an option of {caller}, nor of the generation configuration{others}{hint}"
 
 
-def _place(name: str, known: Collection[str]) -> str:
-    return "" if name in known else f", as cache_options={{{name!r}: ...}}"
+def _how_to_pass(name: str, allowed: Collection[str]) -> str:
+    return "" if name in allowed else f", as cache_options={{{name!r}: ...}}"

@@ -111,15 +111,17 @@ def late_stop_check(cache: Any, device: torch.device) -> Iterator[None]:
         _late.reset(token)
 
 
-#: the arguments with which transformers asks whether the stop check may be late
-_ASKED = ("device", "cache", "cache_is_returned", "is_assistant")
+#: the arguments with which transformers calls `DeferredStopCheck.is_supported`
+_ARGUMENTS = ("device", "cache", "cache_is_returned", "is_assistant")
 
 
 def _stop_check() -> Any:
     """transformers' class of the late check; `None` if this version has none, or uses it differently."""
     check = getattr(sys.modules[GenerationMixin.__module__], "DeferredStopCheck", None)
-    asks = getattr(check, "is_supported", None)
-    return check if asks is not None and set(_ASKED) <= set(inspect.signature(asks).parameters) else None
+    library_check = getattr(check, "is_supported", None)
+    if library_check is None or not set(_ARGUMENTS) <= set(inspect.signature(library_check).parameters):
+        return None
+    return check
 
 
 @contextlib.contextmanager
@@ -127,16 +129,16 @@ def _stop_check_replaced() -> Iterator[None]:
     if (check := _stop_check()) is None:
         yield
         return
-    before, asks = vars(check)["is_supported"], check.is_supported
-    signature = inspect.signature(asks)
+    before, library_check = vars(check)["is_supported"], check.is_supported
+    signature = inspect.signature(library_check)
 
-    @functools.wraps(asks)
+    @functools.wraps(library_check)
     def is_supported(*args: Any, **kwargs: Any) -> bool:
         arguments = signature.bind(*args, **kwargs).arguments
-        device, cache, returned, assistant = (arguments[name] for name in _ASKED)
+        device, cache, returned, assistant = (arguments[name] for name in _ARGUMENTS)
         if device.type == "cuda" and cache is not None and cache is _late.get() and not _moves(cache):
             return not assistant and (cache.is_croppable or not returned)
-        return asks(*args, **kwargs)
+        return library_check(*args, **kwargs)
 
     ours = check.is_supported = staticmethod(is_supported)
     try:
@@ -158,7 +160,7 @@ def _moves(cache: Any) -> bool:
 # ---- features that the installed transformers lacks
 # ----------------------------------------------------------------------
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def lacking() -> dict[str, str]:
@@ -177,12 +179,12 @@ def _why_no_steps() -> str | None:
 def _why_no_late_check() -> str | None:
     if _stop_check() is not None:
         return None
-    return f"transformers {transformers.__version__} has no DeferredStopCheck.is_supported({', '.join(_ASKED)})"
+    return f"transformers {transformers.__version__} has no DeferredStopCheck.is_supported({', '.join(_ARGUMENTS)})"
 
 
 def _lacks(feature: str, reason: str | None) -> bool:
     """Whether there is a reason; if so, warn once."""
-    if reason is not None and feature not in _told:
-        _told.add(feature)
+    if reason is not None and feature not in _warned:
+        _warned.add(feature)
         warnings.warn(f"no {feature}: {reason}. Decoding gives the same tokens, and is slower", stacklevel=4)
     return reason is not None

@@ -23,7 +23,7 @@ from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
-from .generate import lend_cache
+from .generate import acquire_cache
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
 from .prefill import read_prompt
@@ -54,11 +54,11 @@ class _EnabledCall(NamedTuple):
     """A `generate` call of an enabled model."""
 
     model: Any
-    undone: contextlib.ExitStack
+    cleanup: contextlib.ExitStack
     """what is undone when it ends"""
     arguments: Mapping[str, Any]
     """of `generate`, the prompt as `input_ids`"""
-    kept: list[PrefixCall]
+    prefix_calls: list[PrefixCall]
     """what is to be stored when it ends"""
     caches: list[LowBitCache]
     """those whose text is to be remembered when it ends"""
@@ -171,7 +171,7 @@ def enable(
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
     from_preset(preset, inner, **cache_options)  # raises if the model cannot be served
-    options = {name: x if name in _LIVE else _copied(x) for name, x in cache_options.items()}
+    options = {name: x if name in _LIVE else _copy_of(x) for name, x in cache_options.items()}
     with kept_caches(inner).lock:  # `lb.generate` in other threads selects one too
         enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
         select(inner)
@@ -217,12 +217,12 @@ def _overrides(model: Any) -> tuple[Callable, ...]:
     return generate, _prepare_cache_for_generation, *_ADDED, *keeping_cache(model)
 
 
-def _copied(option: Any) -> Any:
+def _copy_of(option: Any) -> Any:
     """A copy with its own dicts, lists and sets."""
     if isinstance(option, Mapping):
-        return {key: _copied(x) for key, x in option.items()}
+        return {key: _copy_of(x) for key, x in option.items()}
     if isinstance(option, (list, tuple)):
-        return [_copied(x) for x in option]
+        return [_copy_of(x) for x in option]
     return set(option) if isinstance(option, (set, frozenset)) else option
 
 
@@ -237,16 +237,15 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
         )
     with contextlib.ExitStack() as stack:
-        call = _EnabledCall(self, stack, _named(args, kwargs), [], [])
+        call = _EnabledCall(self, stack, _arguments_by_name(args, kwargs), [], [])
         token = _call.set(call)
         try:
-            if isinstance(
-                held := next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None), LowBitCache
-            ):
-                held.positions.give_back(self)
+            callers_cache = next((kwargs[name] for name in NAMES if kwargs.get(name) is not None), None)
+            if isinstance(callers_cache, LowBitCache):
+                callers_cache.positions.give_back(self)
             out = original(self, "generate")(*args, **kwargs)
-            for kept in call.kept:
-                kept.end(out if isinstance(out, torch.Tensor) else out.sequences)
+            for prefix_call in call.prefix_calls:
+                prefix_call.end(out if isinstance(out, torch.Tensor) else out.sequences)
             for cache in call.caches:
                 remember_text(cache, out, call.arguments, self)
             return out
@@ -258,20 +257,20 @@ def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
-    from_user = cache_in(model_kwargs)
+    callers_cache = cache_in(model_kwargs)
     stack, call = vars(self).get(_ENABLED), _call.get()
     if call is not None and call.model is not self:
         call = None
-    if stack and (from_user is None or isinstance(from_user, LowBitCache)):
-        _keep_what_the_call_chose(self, generation_config, {} if call is None else call.arguments)
-    chosen_by_user = from_user is not None or generation_config.cache_implementation is not None
-    if call is not None and isinstance(from_user, LowBitCache):
-        from_user.check_model(self)
-        whole = check_continued(from_user, call.arguments, self)
-        from_user.text = None
+    if stack and (callers_cache is None or isinstance(callers_cache, LowBitCache)):
+        _ignore_checkpoint_settings(self, generation_config, {} if call is None else call.arguments)
+    caller_chose = callers_cache is not None or generation_config.cache_implementation is not None
+    if call is not None and isinstance(callers_cache, LowBitCache):
+        callers_cache.check_model(self)
+        whole = check_continued(callers_cache, call.arguments, self)
+        callers_cache.text = None
         if whole and generation_mode in _ONE_TOKEN:  # others may end with other rows than the cache's
-            call.caches.append(from_user)
-    if chosen_by_user or generation_config.use_cache is False or not stack:
+            call.caches.append(callers_cache)
+    if caller_chose or generation_config.use_cache is False or not stack:
         prepare = original(self, "_prepare_cache_for_generation")
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
@@ -286,12 +285,12 @@ def _prepare_cache_for_generation(
             _take_prefix(enabled, call, growing, generation_config)
         return
     rows = batch_size * (generation_config.num_return_sequences or 1)
-    cache: LowBitCache = lend_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
-    call.undone.enter_context(kept_caches(self).given_back(cache))
-    call.undone.enter_context(late_stop_check(cache, self.device))
+    cache: LowBitCache = acquire_cache(self, enabled.preset, enabled.options, rows, max_cache_length + 1)
+    call.cleanup.enter_context(kept_caches(self).released_on_error(cache))
+    call.cleanup.enter_context(late_stop_check(cache, self.device))
     if enabled.fuse:
         compile_ahead(self, rows)
-    call.undone.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
+    call.cleanup.enter_context(decoding_with(self, cache, recording.recorded_step(cache, self.device, enabled.fuse)))
     model_kwargs[NAME] = cache
     call.caches.append(cache)
     _take_prefix(enabled, call, cache, generation_config)
@@ -299,7 +298,7 @@ def _prepare_cache_for_generation(
         read_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
 
 
-def _keep_what_the_call_chose(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
+def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
     """Undo what the model's own generation configuration says of caches: checkpoints carry settings of their training.
 
     Args:
@@ -315,12 +314,13 @@ def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, gener
     ends."""
     if enabled.prefixes is None:
         return
-    kept = PrefixCall(call.model, cache, {**call.arguments, "generation_config": generation_config}, enabled.prefixes)
-    kept.begin()
-    call.kept.append(kept)
+    options = {**call.arguments, "generation_config": generation_config}
+    prefix_call = PrefixCall(call.model, cache, options, enabled.prefixes)
+    prefix_call.begin()
+    call.prefix_calls.append(prefix_call)
 
 
-def _named(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `generate`, the prompt under the name `input_ids`."""
     named = dict(kwargs)
     inputs = args[0] if args else named.pop("inputs", None)

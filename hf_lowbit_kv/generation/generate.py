@@ -130,8 +130,8 @@ def generate(
             f"max_new_tokens={call.new_tokens}"
         )
     warn_of_length(inner, call.tokens, call.length)
-    kept = kept_caches(inner)
-    with kept.lock:
+    caches = kept_caches(inner)
+    with caches.lock:
         if past_key_values is not None:
             if prefixes is not None:
                 raise ValueError("prefixes and past_key_values are both given: past_key_values holds its own prefix")
@@ -142,9 +142,9 @@ def generate(
                 )
             return _run(model, call, _check_cache(past_key_values, preset, call), progress)
         preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
-        lent = lend_cache(inner, preset, dict(cache_options or {}), call.rows, length)
-        with kept.given_back(lent):
-            return _run(model, call, lent, progress, prefixes)
+        acquired = acquire_cache(inner, preset, dict(cache_options or {}), call.rows, length)
+        with caches.released_on_error(acquired):
+            return _run(model, call, acquired, progress, prefixes)
 
 
 #: names of the arguments of `generate`
@@ -208,7 +208,7 @@ def release(model: Any) -> None:
 # ---- which cache ------------------------------------------------------------------------------------------------------
 
 
-def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
+def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
     """An empty kept cache for `rows` rows of `tokens` tokens. Other calls can use it after it is dropped."""
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
@@ -217,7 +217,7 @@ def lend_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
     new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
-    return kept_caches(model).take((rows, model.dtype, model.device, backend_and_mode), tokens, new)
+    return kept_caches(model).acquire((rows, model.dtype, model.device, backend_and_mode), tokens, new)
 
 
 def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:

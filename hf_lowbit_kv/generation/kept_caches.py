@@ -54,12 +54,12 @@ class _Entry:
     #: whether it is lent for the first time: its layers may not have allocated their memory yet
     new: bool = True
 
-    def lend(self) -> LowBitCache:
+    def acquire(self) -> LowBitCache:
         """A new object that shares everything with the cache. The cache is free again when that object is dropped."""
         self.cache.reset()
-        lent = copy.copy(self.cache)
-        self.holder = weakref.ref(lent)
-        return lent
+        acquired = copy.copy(self.cache)
+        self.holder = weakref.ref(acquired)
+        return acquired
 
     def drop(self) -> None:
         """Free the memory of the cache and of its recordings, although a traceback may still refer to it."""
@@ -76,48 +76,50 @@ class KeptCaches:
         self.entries: list[_Entry] = []  # most recently used last
         self._guard = threading.Lock()
 
-    def take(self, place: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
+    def acquire(self, properties: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
         """An empty cache for rows of `tokens` tokens: a kept cache of the same kind and place that is unused and
         large enough; otherwise `new`, which has allocated nothing yet.
 
         Args:
-            place: the other properties in which caches differ: rows, dtype, device, ...
+            properties: the other properties in which caches differ: rows, dtype, device, ...
         """
         with self._guard:
-            key = place, kind(new)
+            key = properties, kind(new)
             free = [entry for entry in self.entries if entry.key == key and entry.holder() is None]
             for entry in free:
                 self.entries.remove(entry)
                 if capacity(entry.cache) >= tokens:
-                    lent, entry.new = entry.lend(), False
+                    acquired, entry.new = entry.acquire(), False
                     self.entries.append(entry)
-                    return lent
+                    return acquired
             # smaller and older caches free their memory before the new one allocates; caches that somebody holds stay
             del free
             entry = None  # type: ignore[assignment]
             self.entries = self.entries[max(len(self.entries) + 1 - KEPT_CACHES, 0) :]
             _own_parameters(new)
-            entry = _Entry((place, kind(new)), new)  # of the copies: the caller's tensors may have changed meanwhile
+            entry = _Entry(
+                (properties, kind(new)), new
+            )  # of the copies: the caller's tensors may have changed meanwhile
             self.entries.append(entry)
-            return entry.lend()
+            return entry.acquire()
 
     @contextlib.contextmanager
-    def given_back(self, lent: LowBitCache | None = None) -> Iterator[None]:
+    def released_on_error(self, acquired: LowBitCache | None = None) -> Iterator[None]:
         """A call, with this cache. If it fails or is interrupted, the cache is free, although a traceback may still refer
         to it. A cache that the call made is dropped then. If memory ran out, all caches without a holder are."""
         try:
             yield
         except BaseException as error:
-            short = ran_out_of_memory(error)
+            out_of_memory = ran_out_of_memory(error)
             with self._guard:
                 for entry in list(self.entries):
-                    failed = lent is not None and entry.holder() is lent
+                    failed = acquired is not None and entry.holder() is acquired
                     if failed:
                         entry.holder = lambda: None
-                    if (failed and entry.new) or (short and entry.holder() is None):
+                    if (failed and entry.new) or (out_of_memory and entry.holder() is None):
                         self.entries.remove(entry)
                         entry.drop()
-            if short:
+            if out_of_memory:
                 traceback.clear_frames(error.__traceback__)  # they refer to what the call had allocated
             raise
 

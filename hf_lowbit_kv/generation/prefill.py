@@ -120,11 +120,11 @@ class Need:
     fixed: float
     token: float
     pair: float
-    behind: float = 0.0
+    stored: float = 0.0
     mask: float = 0.0
 
     @classmethod
-    def of(cls, length: int, peaks: tuple[int, int, int], quadratic: bool, behind: float = 0.0) -> Need:
+    def of(cls, length: int, peaks: tuple[int, int, int], quadratic: bool, stored: float = 0.0) -> Need:
         """From the peaks of reading `length` tokens, twice and four times as many. quadratic: whether pairs may cost
         any."""
         first, second, third = peaks
@@ -132,9 +132,9 @@ class Need:
         if quadratic and slopes[1] > slopes[0]:
             pair = (slopes[1] - slopes[0]) / (3 * length)
             token = slopes[0] - 3 * length * pair
-            return cls(first - token * length - pair * length**2, token, pair, behind)
+            return cls(first - token * length - pair * length**2, token, pair, stored)
         # the longest two say most: in the shortest something else may have taken the most memory
-        return cls(third - slopes[1] * 4 * length, slopes[1], 0.0, behind)
+        return cls(third - slopes[1] * 4 * length, slopes[1], 0.0, stored)
 
     def whole(self, tokens: int) -> float:
         measured = self.fixed + self.token * tokens + self.pair * tokens**2
@@ -145,7 +145,7 @@ class Need:
         low, high = 1, -(-tokens // GRANULE)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.behind + self.whole(middle * GRANULE) <= memory else (low, middle - 1)
+            low, high = (middle, high) if self.stored + self.whole(middle * GRANULE) <= memory else (low, middle - 1)
         return low * GRANULE
 
 
@@ -185,14 +185,14 @@ class Reader:
         while self.left > size:
             self.read(size)
 
-    def largest_chunk(self, memory: Memory, ask_always: bool) -> int | None:
-        """Tokens of the largest chunks that fit; `None`: the prompt fits whole. ask_always: measure even if it surely
+    def largest_chunk(self, memory: Memory, measure_always: bool) -> int | None:
+        """Tokens of the largest chunks that fit; `None`: the prompt fits whole. measure_always: measure even if it surely
         fits."""
         rows = len(self.ids)
         length = max(MEASURED_TOKENS // rows, GRANULE // 4)
         if self.left <= 8 * length:  # what is measured would be half of it
             return None
-        if not ask_always and self._surely_fits(memory):
+        if not measure_always and self._surely_fits(memory):
             return None
         need = self._need(memory, length)
         usable = USABLE * memory.free_at_once()
@@ -225,20 +225,20 @@ class Reader:
     def _need(self, memory: Memory, length: int) -> Need:
         """The memory that reading needs, measured on three pieces of the prompt. An empty cache is empty again afterwards.
         A cache that holds tokens has read these pieces too."""
-        begins = self.seen == 0
-        if begins:  # allocates what the cache keeps, which is no part of what reading takes
+        is_empty = self.seen == 0
+        if is_empty:  # allocates what the cache keeps, which is no part of what reading takes
             self.read(GRANULE // 4)
             self.cache.reset()
         peaks = []
         for factor in (1, 2, 4):
             peaks.append(memory.peak(lambda tokens=factor * length: self.read(tokens)))  # type: ignore[misc]
-            if begins and factor < 4:
+            if is_empty and factor < 4:
                 self.cache.reset()
-        behind = 0.0
-        if begins:
-            behind = memory.peak(lambda: self.read(4 * length)) - peaks[-1]
+        stored = 0.0
+        if is_empty:
+            stored = memory.peak(lambda: self.read(4 * length)) - peaks[-1]
             self.cache.reset()
-        need = Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(behind, 0.0))
+        need = Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(stored, 0.0))
         if not self._sliding:
             return need
         # True or False, and what PyTorch's attention makes of it: a number of the model's dtype
@@ -249,14 +249,14 @@ def read_prompt(
     model: Any,
     cache: LowBitCache,
     options: Mapping[str, Any],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Read all chunks of the prompt but the last, if it is read in chunks and consists only of tokens and their mask.
     (transformers would compile every chunk.) All other prompts are left to transformers.
 
     Args:
         options: for `model.generate`, the prompt among them.
-        tell: called with the decision if it differs from the caller's choice.
+        report: called with the decision if it differs from the caller's choice.
 
     Returns:
         Options for `model.generate` that replace the caller's: `prefill_chunk_size` as transformers knows it, and the
@@ -267,7 +267,7 @@ def read_prompt(
     changes: dict[str, Any] = {"prefill_chunk_size": None} if size in (0, AUTO) else {}
     if size == 0 or reason is not None:
         if size == AUTO:
-            tell(f"The prompt is read whole: {reason}")
+            report(f"The prompt is read whole: {reason}")
         return changes
     ids, sequences = options["input_ids"], return_sequences(model, options)
     if (mask := options.get("attention_mask")) is None:
@@ -284,14 +284,14 @@ def read_prompt(
     automatic = size is None or size == AUTO
     with read_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
         if automatic:
-            known = memory_of(model)
-            if isinstance(known, str):
+            device_memory = memory_of(model)
+            if isinstance(device_memory, str):
                 if size == AUTO:
-                    tell(f"The prompt is read whole: {known}")
+                    report(f"The prompt is read whole: {device_memory}")
                 return changes
-            if (size := reader.largest_chunk(known, ask_always=size == AUTO)) is None:
+            if (size := reader.largest_chunk(device_memory, measure_always=size == AUTO)) is None:
                 return changes
-            tell(
+            report(
                 f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: whole, it would take "
                 "more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
             )

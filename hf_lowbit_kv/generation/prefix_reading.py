@@ -57,7 +57,7 @@ class PrefixCall:
         self.cache.cached_tokens = match.tokens
         with read_as_whole(self.model, self.mask):
             if match.tokens and self.padded:
-                self._read_behind(match.tokens)
+                self._read_after_prefix(match.tokens)
             if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
                 self._store_ends(match)
 
@@ -69,7 +69,7 @@ class PrefixCall:
         mask = torch.nn.functional.pad(self.mask, (0, sequences.shape[1] - self.mask.shape[1]), value=1)
         self.prefixes.add(self.cache, _rows(sequences[:, :stored], mask[:, :stored]))
 
-    def _read_behind(self, tokens: int) -> None:
+    def _read_after_prefix(self, tokens: int) -> None:
         """Rows are padded on the left and each holds `tokens` tokens: read what is missing but for the last token, which
         `generate` reads. A token that is stored takes the place of padding."""
         assert self.ids is not None
@@ -121,5 +121,5 @@ def _prompt(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None
 def _rows(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Ids of each row without padding, on the CPU."""
     # in NumPy: PyTorch would choose a row's tokens with all threads, which takes 20 ms where other work keeps them busy
-    of_rows = zip(ids.cpu().numpy(), mask.bool().cpu().numpy(), strict=True)
-    return [torch.from_numpy(row[kept]) for row, kept in of_rows]
+    rows = zip(ids.cpu().numpy(), mask.bool().cpu().numpy(), strict=True)
+    return [torch.from_numpy(row[is_token]) for row, is_token in rows]

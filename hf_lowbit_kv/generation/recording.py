@@ -32,7 +32,7 @@ from .compiled_layers import compilations, recorded_as_compiled, why_not_recorde
 from .cuda_graphs import Graph
 from .cuda_graphs import graphs_for as graphs_for
 from .fusing import Fusion, why_nothing_fused
-from .step_state import counted, python_state, restore, saved, windows_full
+from .step_state import counted, python_state, restore, snapshot, windows_full
 from .sync_watch import watch
 from .tensor_parallel import Ranks, watch_ranks
 
@@ -238,7 +238,7 @@ class Recorder:
 
     def _record(self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any) -> _Recording:
         arguments = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        graph, state = self._make_graph(), saved(cache)
+        graph, state = self._make_graph(), snapshot(cache)
         try:
             with _capturing, recorded_as_compiled(model, capturing=True), self._fusion.in_force(model):
                 outputs = graph.capture(lambda: model(**pytree.tree_unflatten(arguments, tree)))
@@ -252,7 +252,7 @@ class Recorder:
     def _refuse(self, model: Any, reason: str) -> None:
         self._forget()
         self._why_not = reason
-        _tell(model, reason)
+        _warn_once(model, reason)
 
 
 def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> Any:
@@ -289,12 +289,12 @@ def why_not_recorded(model: Any) -> str | None:
     return why_not_recorded_compiled(model)
 
 
-_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def _tell(model: Any, reason: str) -> None:
+def _warn_once(model: Any, reason: str) -> None:
     """Warn once why the steps of this model run eagerly."""
-    reported = _told.setdefault(model, set())
+    reported = _warned.setdefault(model, set())
     if reason not in reported:
         reported.add(reason)
         warnings.warn(

@@ -19,25 +19,21 @@ from ..storage.layer_spec import check_count
 class Allowed:
     """Numbers that a setting may be."""
 
-    least: float = 0
-    most: float = math.inf
+    low: float = 0
+    high: float = math.inf
     whole: bool = False
 
     def __contains__(self, value: Any) -> bool:
         kinds = int if self.whole else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool)
-        return number and self.least <= value <= min(
-            self.most, sys.float_info.max
-        )  # neither NaN, nor more than a float
+        return number and self.low <= value <= min(self.high, sys.float_info.max)  # neither NaN, nor more than a float
 
     def __str__(self) -> str:
         kind = "an integer" if self.whole else "a number"
-        return (
-            f"{kind} of {self.least} or more" if math.isinf(self.most) else f"{kind} from {self.least} to {self.most}"
-        )
+        return f"{kind} of {self.low} or more" if math.isinf(self.high) else f"{kind} from {self.low} to {self.high}"
 
 
-_SHARE, _COUNT = Allowed(most=1), Allowed(whole=True)
+_SHARE, _COUNT = Allowed(high=1), Allowed(whole=True)
 #: settings that are numbers. transformers compares some of them before it looks at their type, and ignores others if they are
 #: out of range
 NUMBERS = {
@@ -68,8 +64,8 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
         ValueError: a setting has another type, or a value that is not allowed.
     """
     check_settings(options)
-    known = vars(GenerationConfig())
-    settings = {name: value for name, value in options.items() if name in known}
+    setting_names = vars(GenerationConfig())
+    settings = {name: value for name, value in options.items() if name in setting_names}
     config, _ = model._prepare_generation_config(options.get("generation_config"), **settings)
     config.validate()
     config.guidance_scale = None  # its processor refers to the model

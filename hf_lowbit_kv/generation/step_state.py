@@ -52,7 +52,7 @@ def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str 
     return counts, None
 
 
-def saved(cache: Any) -> tuple[list[dict[str, Any]], Any]:
+def snapshot(cache: Any) -> tuple[list[dict[str, Any]], Any]:
     layers = [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers]
     return layers, {name: _copied(value) for name, value in vars(cache.guard).items()}
 

@@ -29,8 +29,10 @@ class _Waits:
     """Takes the place of the message pattern in a warning filter. Python calls it in the thread that warns, and hides
     warnings that match."""
 
-    def __init__(self, shown: bool):
-        self.shown = shown  # for threads that do not watch: somebody had enabled these warnings before
+    def __init__(self, enabled_before: bool):
+        self.enabled_before = (
+            enabled_before  # for threads that do not watch: somebody had enabled these warnings before
+        )
         self.in_force = True  # a copy of the filters may live longer
 
     def match(self, message: str) -> bool:
@@ -38,18 +40,18 @@ class _Waits:
             return False
         if _WAITED not in message:
             return _PROTOTYPE in message
-        if not (watches := getattr(_watches, "places", [])):
-            return not self.shown
+        if not (watches := getattr(_watches, "locations", [])):
+            return not self.enabled_before
         frame: Any = sys._getframe(1)
-        for places in watches:
-            places.append(f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}")
+        for locations in watches:
+            locations.append(f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}")
         return True
 
 
 @contextlib.contextmanager
 def _warnings_of_waits() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    waits = _Waits(shown=before == _WARN)
+    waits = _Waits(enabled_before=before == _WARN)
     filters: Any = warnings.filters
     filters.insert(0, ("ignore", waits, Warning, None, 0))
     # added by the front door: Python then also asks about warnings that it has shown once and would not repeat
@@ -79,18 +81,18 @@ def watch(device: torch.device) -> Iterator[list[str]]:
 
     On other devices than NVIDIA's and AMD's the list stays empty.
     """
-    places: list[str] = []
+    locations: list[str] = []
     if device.type != "cuda":
-        yield places
+        yield locations
         return
-    if not hasattr(_watches, "places"):
-        _watches.places = []
+    if not hasattr(_watches, "locations"):
+        _watches.locations = []
     with _warned_of():
-        _watches.places.append(places)
+        _watches.locations.append(locations)
         try:
-            yield places
+            yield locations
         finally:
-            _watches.places = [other for other in _watches.places if other is not places]
+            _watches.locations = [other for other in _watches.locations if other is not locations]
 
 
 def _short(path: str) -> str:

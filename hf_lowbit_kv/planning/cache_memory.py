@@ -208,7 +208,7 @@ def _recurrent_bytes(shape: Shape) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def _only(model: torch.nn.Module, chosen: Sequence[int], count: int) -> Iterator[None]:
+def _only(model: torch.nn.Module, indices: Sequence[int], count: int) -> Iterator[None]:
     """Inside, the decoder has only these of its `count` layers."""
     owners = [
         (module, name)
@@ -216,13 +216,13 @@ def _only(model: torch.nn.Module, chosen: Sequence[int], count: int) -> Iterator
         for name, child in module.named_children()
         if isinstance(child, torch.nn.ModuleList) and len(child) == count
     ]
-    held = [getattr(*owner) for owner in owners]
+    modules = [getattr(*owner) for owner in owners]
     try:
-        for (module, name), layers in zip(owners, held, strict=True):
-            setattr(module, name, torch.nn.ModuleList([layers[index] for index in chosen]))
+        for (module, name), layers in zip(owners, modules, strict=True):
+            setattr(module, name, torch.nn.ModuleList([layers[index] for index in indices]))
         yield
     finally:
-        for (module, name), layers in zip(owners, held, strict=True):
+        for (module, name), layers in zip(owners, modules, strict=True):
             setattr(module, name, layers)
 
 

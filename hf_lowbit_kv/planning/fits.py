@@ -124,13 +124,15 @@ class FitTable(Sequence[Fit]):
 
     @property
     def shown(self) -> list[Fit]:
-        """The rows that are printed."""
+        """The rows that are shown."""
         if not self._short:
             return self._fits
         full, *others = self._fits
-        named = {fit.preset for fit in (self.nearest, self.recommended) if fit is not None}
-        chosen = short_list(fit.preset for fit in others if fit.preset not in named)[: MOST_SHOWN - 1 - len(named)]
-        return [full, *(fit for fit in others if fit.preset in named.union(chosen))]
+        highlighted = {fit.preset for fit in (self.nearest, self.recommended) if fit is not None}
+        chosen = short_list(fit.preset for fit in others if fit.preset not in highlighted)[
+            : MOST_SHOWN - 1 - len(highlighted)
+        ]
+        return [full, *(fit for fit in others if fit.preset in highlighted.union(chosen))]
 
     @property
     def nearest(self) -> Fit | None:
@@ -150,8 +152,8 @@ class FitTable(Sequence[Fit]):
         if best is None or nearest is None:
             return "No preset fits: take fewer tokens (see longest), fewer rows, or weights with fewer bits (int4)."
         if best is nearest:
-            which = "the default, and" if best.preset == DEFAULT_PRESET else "it is"
-            text = f"Recommended: {best.preset}, {which} nearest to 16 bits of the presets that fit."
+            relation = "the default, and" if best.preset == DEFAULT_PRESET else "it is"
+            text = f"Recommended: {best.preset}, {relation} nearest to 16 bits of the presets that fit."
         else:
             text = f"Recommended: {best.preset}, the default. {nearest.preset} fits too: nearest to 16 bits."
         return f"{text} The 16-bit cache fits as well." if self._fits[0].fits else text
@@ -333,10 +335,10 @@ def _preset_memory(
     return counters
 
 
-def largest_fitting(fitting: Callable[[int], bool], most: int = 2**31) -> int:
+def largest_fitting(fitting: Callable[[int], bool], limit: int = 2**31) -> int:
     """The largest number up to `most` that fits; 0: none. Every smaller number must fit too."""
     low, high = 0, 1
-    while high < most and fitting(high):
+    while high < limit and fitting(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

@@ -71,8 +71,8 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         model = model.config
     if isinstance(model, PreTrainedConfig):
         name, config, weights = getattr(model, "_name_or_path", "") or model.model_type, model, None
-    elif (known := known_models().get(str(model))) is not None:
-        name, config, weights = str(model), AutoConfig.for_model(**known["config"]), known["weights"]
+    elif (entry := known_models().get(str(model))) is not None:
+        name, config, weights = str(model), AutoConfig.for_model(**entry["config"]), entry["weights"]
     else:
         name, config, weights = str(model), _read_config(str(model)), None
     config = config.get_text_config(decoder=True)
@@ -87,10 +87,10 @@ def _read_config(name: str) -> PreTrainedConfig:
     """The configuration in a folder or on the hub. A known model's name in other letters needs no search there."""
     if Path(name).exists():
         return AutoConfig.from_pretrained(name)
-    names = {known.rpartition("/")[2].lower(): known for known in known_models()}
-    names |= {known.lower(): known for known in known_models()}
-    if (known := names.get(name.lower())) is not None:
-        raise ValueError(f"model={name!r} is not known; did you mean {known!r}?")
+    names = {entry.rpartition("/")[2].lower(): entry for entry in known_models()}
+    names |= {entry.lower(): entry for entry in known_models()}
+    if (entry := names.get(name.lower())) is not None:
+        raise ValueError(f"model={name!r} is not known; did you mean {entry!r}?")
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:

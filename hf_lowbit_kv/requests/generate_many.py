@@ -243,7 +243,13 @@ class _Run:
         results: list[Result] = []
         kept = kept_caches(self.model)
         try:
-            with kept.lock, kept.given_back(), selected(self.model), torch.inference_mode(False), torch.no_grad():
+            with (
+                kept.lock,
+                kept.released_on_error(),
+                selected(self.model),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:

@@ -59,7 +59,7 @@ def test_logits_are_those_of_one_gpu(models, text, formats, size, backend):
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink", "kitty-pro"])
 def test_calls_write_the_text_of_one_gpu(models, text, preset, monkeypatch):
-    monkeypatch.setattr(recording, "_told", weakref.WeakKeyDictionary())  # each model warns once
+    monkeypatch.setattr(recording, "_warned", weakref.WeakKeyDictionary())  # each model warns once
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     expected = lb.generate(models[0], text, preset=preset, step="eager", **options)
     with pytest.warns(UserWarning, match="its weights are on several devices"):

@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration import window_reading
-from hf_lowbit_kv.calibration.attention_weights import PageGrid, received, token_weights
+from hf_lowbit_kv.calibration.attention_weights import PageGrid, squared_attention, token_weights
 from hf_lowbit_kv.calibration.calibrators import ALIKE, EigenCalibrator, StaticCalibrator, _shares
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage.reference import plain_attention
@@ -64,7 +64,7 @@ def test_weights_are_those_of_the_whole_matrix(grid, softcap, with_sinks):
     query, key = torch.randn(1, 6, LENGTH, 64) * 1.5, torch.randn(1, 2, LENGTH, 64) * 1.5
     key[:, :, 40] *= 4  # one that many queries attend to
     sinks = torch.randn(6) * 4 if with_sinks else None
-    got = token_weights(received(query, key, grid, 0.125, softcap, sinks), grid)
+    got = token_weights(squared_attention(query, key, grid, 0.125, softcap, sinks), grid)
     want, counted = expected(whole_matrix(query, key, 0.125, softcap, sinks), 2, grid)
     assert counted
     assert int((want >= 30).sum()) < len(counted)

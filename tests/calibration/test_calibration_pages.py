@@ -163,7 +163,7 @@ def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
     monkeypatch.setattr(model.config, "max_position_embeddings", 512)
     with pytest.raises(ValueError, match="context of 512 tokens is too short for gradients with pages of 256"):
         calibrate(model, [spec_of(256)], gradients=True)
-    assert gradients.wanted(model, 128)[1] == [512, 512]
+    assert gradients.gradient_windows(model, 128)[1] == [512, 512]
 
 
 def test_keys_that_are_equal_inside_a_page_do_not_vary():

@@ -137,7 +137,7 @@ def test_what_is_wanted_depends_on_the_device():
     tokens = Tokens([text(0, 300 * 512)], Numbers())
     for device, count in (("cpu", 64), ("cuda", 256), ("mps", 256)):
         drawn = tokens.draw(None, 512, 0, device, least=256)
-        assert (len(drawn.windows), drawn.wanted) == (count, count * 512)
+        assert (len(drawn.windows), drawn.target) == (count, count * 512)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_wanted_depends_on_the_device():
     ],
 )
 def test_windows_for_gradients_follow_the_options(samples, length, expected):
-    assert gradients.wanted(tiny_models("llama")[0], samples=samples, length=length) == expected
+    assert gradients.gradient_windows(tiny_models("llama")[0], samples=samples, length=length) == expected
 
 
 def test_calibrating_on_few_windows_reads_few_for_gradients(monkeypatch):
@@ -168,7 +168,7 @@ def test_calibrating_on_few_windows_reads_few_for_gradients(monkeypatch):
 
 
 def test_windows_for_gradients_are_of_the_first_length_that_there_is():
-    assert gradients.wanted(tiny_models("llama")[0]) == (8, [1024, 512])
+    assert gradients.gradient_windows(tiny_models("llama")[0]) == (8, [1024, 512])
     for count, length in ((1024, 1024), (1023, 512), (512, 512)):
         drawn = Tokens([text(0, count // 2), text(5000, count - count // 2 - 1)], Numbers())
         (window,) = drawn.draw_for_gradients(8, [1024, 512], 0).windows[:1]

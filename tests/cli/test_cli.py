@@ -228,7 +228,7 @@ def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monke
     monkeypatch.setattr("hf_lowbit_kv.eval.demo.compare", compare)
     for options in ([], ["--preset", "all"]):
         assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
-    assert calls[0] == list(demo_command.SHOWN)
+    assert calls[0] == list(demo_command.PRESETS)
     assert calls[0][0] == presets.DEFAULT_PRESET
     assert len(calls[0]) == 2
     assert set(calls[0]) <= set(presets.RECOMMENDED)

@@ -22,7 +22,7 @@ TOKENS = 900
 
 
 class FakeMemory:
-    """A device on which reading `n` tokens per row takes `need.whole(n)` bytes, and `behind` more after others."""
+    """A device on which reading `n` tokens per row takes `need.whole(n)` bytes, and `need.stored` more after stored tokens."""
 
     def __init__(self, free: float, need: Need, chunks: list[tuple[int, int]]):
         self._free, self.need, self.chunks, self.peaks = free, need, chunks, 0
@@ -38,7 +38,7 @@ class FakeMemory:
         before = len(self.chunks)
         call()
         (_, tokens), (_, past) = self.chunks[before], self.pasts[before]
-        return int(self.need.whole(tokens) + (self.need.behind if past else 0))
+        return int(self.need.whole(tokens) + (self.need.stored if past else 0))
 
 
 @pytest.fixture
@@ -89,12 +89,12 @@ def ours(model, ids, mask, **options):
 def test_the_measured_need_is_the_true_one(need):
     length = 256
     peaks = tuple(need.whole(factor * length) for factor in (1, 2, 4))
-    measured = Need.of(length, peaks, quadratic=need.pair > 0, behind=need.behind)
+    measured = Need.of(length, peaks, quadratic=need.pair > 0, stored=need.stored)
     for tokens in (1, 1000, 32768):
         assert measured.whole(tokens) == pytest.approx(need.whole(tokens), rel=1e-6)
-    for memory in (need.whole(100), need.whole(5000) + need.behind, need.whole(20000)):
+    for memory in (need.whole(100), need.whole(5000) + need.stored, need.whole(20000)):
         size = measured.largest(memory * (1 + 1e-9), 32768)
-        fits = [n for n in range(GRANULE, 32769, GRANULE) if need.behind + need.whole(n) <= memory * (1 + 1e-9)]
+        fits = [n for n in range(GRANULE, 32769, GRANULE) if need.stored + need.whole(n) <= memory * (1 + 1e-9)]
         assert size == max(fits, default=GRANULE)
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_that_fits_is_read_whole(model, memory, capsys):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_prompt_that_does_not_fit_is_read_in_the_largest_chunks_that_do(model, memory, capsys, size, rows):
     need = Need(1e6, 1e4, 0, 5e5)
-    fake = memory((need.whole(3 * GRANULE + 5) + need.behind) / prefill.USABLE, need)
+    fake = memory((need.whole(3 * GRANULE + 5) + need.stored) / prefill.USABLE, need)
     ids, mask = left_padded(rows, TOKENS)
     got = ours(model, ids, mask, prefill_chunk_size=size)
     assert torch.equal(got, stock(tiny_models("llama")[1], ids, mask))
@@ -137,7 +137,7 @@ def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, 
     need = Need(1e6, 1e4, 0, 5e5)
     ids, mask = left_padded(rows, TOKENS)
     want = stock(tiny_models("llama")[1], ids, mask, **options)
-    fake = memory((need.whole(3 * GRANULE + 5) + need.behind) / prefill.USABLE, need)
+    fake = memory((need.whole(3 * GRANULE + 5) + need.stored) / prefill.USABLE, need)
     with lb.enable(model, "dense"):
         torch.manual_seed(1)
         got = model.generate(ids, attention_mask=mask, max_new_tokens=6, **GREEDY | options)

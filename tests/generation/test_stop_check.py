@@ -115,7 +115,7 @@ def test_a_transformers_without_the_check(model, monkeypatch, change):
         monkeypatch.delattr(utils.DeferredStopCheck, "is_supported")
     else:
         monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(lambda device, store: False))
-    monkeypatch.setattr(decoding_loop, "_told", set())
+    monkeypatch.setattr(decoding_loop, "_warned", set())
     assert "DeferredStopCheck.is_supported(device, cache" in decoding_loop.lacking()["steps that do not wait"]
     cache = preallocated()
     warning = pytest.warns(
