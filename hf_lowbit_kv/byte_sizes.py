@@ -1,14 +1,14 @@
-"""Amounts as people write them: `"24GB"` and `"24G"` are 24 * 10^9 bytes, `"24GiB"` is 24 * 2^30, `"64k"` is 65536 tokens."""
+"""Parses sizes: `"24GB"` and `"24G"` are 24 * 10^9 bytes, `"24GiB"` is 24 * 2^30, `"64k"` is 65536 tokens."""
 
 from __future__ import annotations
 
 import re
 
-#: bytes of the units that `parse_size` knows
+#: units of `parse_size` -> bytes
 UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))}}
 UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix}
 UNITS |= {unit.removesuffix("B"): factor for unit, factor in UNITS.items()}
-#: a size of fewer bytes needs a unit: who writes 24 means 24 GB
+#: smaller sizes need a unit: 24 probably means 24 GB
 SMALLEST_WITHOUT_UNIT = 10**6
 
 
@@ -16,7 +16,7 @@ def parse_size(text: str, name: str | None = None) -> int:
     """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes. Raises `ValueError` for anything else.
 
     Args:
-        name: of the argument that has this text, for the message.
+        name: name of the argument, for the message.
     """
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}

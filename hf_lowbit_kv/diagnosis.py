@@ -1,5 +1,5 @@
-"""Examines this machine: versions, the backend of each preset and why, missing packages, and a check of one
-attention."""
+"""Examines this machine: versions, the backend of each preset with the reason, missing packages, and a check of one
+attention step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .triton_kernels.toolchain import (
 )
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
-#: the checked attention: preset, stored tokens, and the largest relative error allowed against the reference
+#: the checked attention step: preset, stored tokens, and largest allowed relative error against the reference
 CHECKED, TOKENS, BOUND = "kivi-4-sink", 400, 0.01
 _SIZES = {
     "hidden_size": 512,
@@ -50,23 +50,24 @@ _LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 1}
 
 
 class Diagnosis(dict):
-    """Result of `doctor`: a dictionary that can be written as JSON, and that prints as a report.
+    """Result of `doctor`: a dictionary for JSON that prints as a report.
 
     Keys:
         packages: version of each package, or `None` if it is not installed.
         python, platform: text. cuda, rocm: the CUDA or ROCm that torch was built with, or `None`. driver: the NVIDIA driver, or
             `None`.
-        accelerator: type of the devices that torch can use, for example "cuda" (NVIDIA, AMD), "mps" or "xpu". `None`:
-            only the CPU.
-        devices: per GPU `{"name", "capability", "memory_bytes"}`. `capability` is "9.0" for example, or the
-            architecture of an AMD GPU ("gfx942"). Values that torch does not report are `None`.
-        kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels kept on disk.
+        accelerator: type of the devices that torch can use, e.g. "cuda" (NVIDIA, AMD), "mps" or "xpu". `None`: only the
+            CPU.
+        devices: per GPU `{"name", "capability", "memory_bytes"}`. `capability` is e.g. "9.0", or the architecture of an
+            AMD GPU ("gfx942"). Values that torch does not report are `None`.
+        kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels on disk.
         backends: per pair of formats `{"keys", "values", "reading", "presets", "backend", "why"}`. `reading` is "separate" for
-            keys and values, "latent" for MLA. `backend` is `None` if no backend serves the pair. `why` is `None`, or
-            says why the backend is not a faster one.
-        check: one packed attention `{"preset", "device", "dtype", "backend", "tokens", "relative_error", "bound", "error"}`.
+            keys and values, "latent" for MLA. `backend` is `None` if no backend supports the pair. `why` is the
+            reason why no faster backend is used, or `None`.
+        check: one attention step over packed pages `{"preset", "device", "dtype", "backend", "tokens",
+            "relative_error", "bound", "error"}`.
         missing: per missing package or tool `{"what", "for", "command"}`.
-        ok: whether the checked attention ran and agrees with the reference.
+        ok: whether the checked step ran and agrees with the reference.
     """
 
     @property
@@ -80,10 +81,10 @@ class Diagnosis(dict):
 
 
 def doctor(device: str | torch.device | None = None) -> Diagnosis:
-    """Look at this machine, and run one packed attention.
+    """Examine this machine, and run one attention step over packed pages.
 
     Args:
-        device: the device of the checked attention. By default torch's accelerator (a GPU of NVIDIA, AMD, Apple or
+        device: the device of the checked step. By default torch's accelerator (a GPU of NVIDIA, AMD, Apple or
             Intel), else the CPU.
 
     Returns:
@@ -183,7 +184,7 @@ _TORCH_FOR_GPU = {
 
 
 def _missing() -> list[dict[str, str]]:
-    """Missing packages and tools that would make something faster here, and the commands that install them."""
+    """Missing packages and tools that would make something faster here, with the commands that install them."""
     missing = []
 
     def lacks(name: str, purpose: str, command: str) -> None:
@@ -197,7 +198,7 @@ def _missing() -> list[dict[str, str]]:
         if commands:
             lacks("a torch that can use this GPU", "every kernel", commands[0])
         return missing
-    if not torch.cuda.is_available():  # kernels are not tested on such devices, so no installation helps
+    if not torch.cuda.is_available():  # there are no tested kernels for such devices, so no installation helps
         return missing
     if importlib.util.find_spec("triton") is None:
         lacks("Triton", "kernels on GPUs, long prompts", INSTALL_TRITON)
@@ -236,14 +237,14 @@ def _layer(preset: str, backend: str | None = None) -> Any:
 
 
 def _parameters(preset: str) -> dict[int, dict[str, torch.Tensor]] | None:
-    """Random numbers in place of a calibration. The choice of a backend depends only on their shapes."""
+    """Random parameters in place of a calibration. The choice of a backend depends only on their shapes."""
     parameters, random = get_preset(preset).spec().parameters(128, 128, 2), torch.Generator().manual_seed(0)
     tensors = {x.name: (torch.rand(x.shape, generator=random) + 0.5).to(x.dtype) for x in parameters}
     return {0: tensors} if tensors else None
 
 
 def _states(layer: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
-    """A chunk's random query `[1, 4, tokens, 128]`, key and value `[1, 2, tokens, 128]`, equal for every layer."""
+    """Random query `[1, 4, tokens, 128]`, key and value `[1, 2, tokens, 128]` of a chunk, the same for all layers."""
     random = torch.Generator().manual_seed(tokens)
     shapes = [(1, heads, tokens, 128) for heads in (4, 2, 2)]
     return [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
@@ -276,7 +277,7 @@ def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 
 def _initialize(layer: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a layer choose its backend, as it does for its first tokens."""
+    """Initialize a layer, which chooses its backend."""
     if layer.spec.reading.name == "latent":
         sizes = (_LATENT["kv_lora_rank"], _LATENT["qk_rope_head_dim"])
         layer.lazy_initialization(*(torch.zeros(1, 1, 1, size, device=device, dtype=dtype) for size in sizes))
@@ -292,11 +293,11 @@ def _check(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         layer = _layer(CHECKED)
         out = _attend(layer, device, dtype)
         row["backend"] = layer.backend
-        # if the chosen backend is the reference, compare with the CPU: compared with itself it would always agree
+        # if the chosen backend is the reference, compare with the CPU: it would always agree with itself
         reference_device = torch.device("cpu") if layer.backend == "torch" else device
         expected = _attend(_layer(CHECKED, "torch"), reference_device, dtype).to(out.device)
         row["relative_error"] = float((out - expected).norm() / expected.norm())
-    except Exception as error:  # the user wants to know why it does not run
+    except Exception as error:  # report the reason to the user
         row["error"] = f"{type(error).__name__}: {error}"
     else:
         if not row["relative_error"] <= BOUND:  # NaN too

@@ -1,4 +1,4 @@
-"""Where this package keeps files: calibrations, compiled kernels, and the bundled model."""
+"""The folder in which this package keeps files: calibrations, compiled kernels, and the bundled model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ VARIABLE = "HF_LOWBIT_KV_CACHE"
 
 
 def cache_root() -> Path:
-    """The folder that has a subfolder for each kind of file. It need not exist."""
+    """The folder with a subfolder for each kind of file. It may not exist."""
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("hf-lowbit-kv"))
 
 
 def make_folder(folder: Path) -> None:
-    """Make a subfolder of `cache_root`, if it is missing, and find out whether it can be written.
+    """Create a subfolder of `cache_root` if it is missing, and check that it can be written.
 
     Raises:
-        OSError: it cannot. The message says how to choose another place.
+        OSError: it cannot be written. The message says how to choose another folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

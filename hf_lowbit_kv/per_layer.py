@@ -1,4 +1,4 @@
-"""Choices for single layers: `per_layer=` and `dense_layers=` of a cache, and the `parameters=` of its layers."""
+"""Options of single layers: `per_layer=` and `dense_layers=` of a cache, and the `parameters=` of its layers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .storage.layer_spec import LayerSpec
 from .storage.model_sides import ModelSide, StreamSizes
 from .storage.transforms import parse_transform
 
-#: a preset or its name, which replaces all choices of the cache except `page_size`; or some of `OPTIONS`, which replace
-#: these
+#: a preset or its name, which replaces all options of the cache except `page_size`; or a mapping of the `OPTIONS` to
+#: replace
 Choice = str | Preset | Mapping[str, Any]
 #: choices by layer index (negative ones count from the last layer), or a function of index and configuration, which
-#: returns `None` for layers that keep the choices of the cache
+#: returns `None` for layers that keep the options of the cache
 PerLayer = Mapping[int, Choice] | Callable[[int, Any], Choice | None]
 #: argument of a cache -> field of a `LayerSpec`, and the function that parses the argument
 OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -35,10 +35,10 @@ DENSE = {"key_format": "dense", "value_format": "dense", "transform": "none", "v
 
 
 class LayerTensors(Protocol):
-    """An object that gives the tensors of each layer. `parameters=` takes it in place of a mapping."""
+    """The tensors of each layer: an alternative to a mapping for `parameters=`."""
 
     def for_layer(self, index: int) -> Mapping[str, torch.Tensor]:
-        """Tensors of all KV heads by full name (`LayerSpec.parameters`). Empty if a layer has no tensors."""
+        """Tensors of all KV heads by full name (`LayerSpec.parameters`). Empty if the layer has no tensors."""
 
 
 def layer_specs(
@@ -56,7 +56,8 @@ def layer_specs(
 
     Raises:
         ValueError: an index is not a packed layer or is given twice, a preset or option is unknown, or a preset does
-            not fit the layer. TypeError: a value is not a `Choice`, or an index is not an integer.
+            not fit the layer.
+        TypeError: a value is not a `Choice`, or an index is not an integer.
     """
     if isinstance(dense_layers, (str, int)) or not isinstance(dense_layers, Iterable):
         raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
@@ -142,8 +143,8 @@ def layer_parameters(
     """Tensors of each layer of `specs`, by full name.
 
     Raises:
-        ValueError: `parameters` names a layer that is not packed. TypeError: `parameters` is neither a mapping nor an
-            object with `for_layer`.
+        ValueError: `parameters` names a layer that is not packed.
+        TypeError: `parameters` is neither a mapping nor an object with `for_layer`.
     """
     if parameters is None:
         return {index: {} for index in specs}
@@ -160,8 +161,7 @@ def layer_parameters(
 
 
 def check_layer(index: int, spec: LayerSpec, sizes: StreamSizes, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` if the layer's heads or parameters do not fit its spec. Checks only what depends on known
-    `sizes`."""
+    """Raise `ValueError` if the heads or parameters of a layer do not fit its spec. Unknown `sizes` are not checked."""
     if sizes.first is None or sizes.second is None:
         return
     try:

@@ -1,5 +1,7 @@
-"""Presets: named combinations of formats, transforms and window. This file does not import torch, because the command
-`hf-lowbit-kv` takes names from here before it knows whether it needs torch."""
+"""Presets: named combinations of formats, transforms and full-precision window, and their bits.
+
+This file does not import torch: the command `hf-lowbit-kv` uses names and bits before it knows whether it needs torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from .formats import Format
     from .storage.layer_spec import LayerSpec
 
-#: listed presets, in the order of the documentation; `get_preset` also knows these names with suffixes
+#: listed presets, in the order of the documentation; `get_preset` also accepts these names with suffixes
 PresetName = Literal[
     "dense",
     "kivi-2",
@@ -44,7 +46,7 @@ PresetName = Literal[
 
 #: the package's own presets
 LISTED: tuple[PresetName, ...] = get_args(PresetName)
-#: presets as in the papers, for comparisons: every function takes their names, but lists leave them out. Their formats
+#: presets as in the papers, for comparisons: every function accepts their names, but lists omit them. Either their formats
 #: are those of a listed preset, or large key biases spoil their keys, which have a range per token or a codebook
 PAPER_PRESETS = (
     *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard"),
@@ -52,7 +54,7 @@ PAPER_PRESETS = (
 )
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
-#: what the documentation advises, the default first: tables show these before all others
+#: presets that the documentation recommends, the default first: tables show these first
 RECOMMENDED: tuple[PresetName, ...] = (
     DEFAULT_PRESET,
     "int8",
@@ -66,21 +68,21 @@ RECOMMENDED: tuple[PresetName, ...] = (
     "eigen-2",
     "snapmla",
 )
-#: rows of a table that does not show all presets
+#: largest number of rows of a table that does not list all presets
 MOST_SHOWN = 12
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
-#: transform of keys in the presets of VecInfer: the best measured (docs/dev/vecinfer.md); the paper has
+#: key transform of the VecInfer presets: the most accurate one measured (docs/dev/vecinfer.md); the paper uses
 #: "smooth+hadamard"
 VECINFER_TRANSFORM = "hadamard"
-#: how Kitty's formats may choose the channels with more bits; the first is the default (`formats.boosted.SCORES`)
+#: scores by which Kitty's formats choose channels with more bits; the first is the default (`formats.boosted.SCORES`)
 SCORES = ("magnitude", "variance", "range", "random")
 
 
 @dataclass(frozen=True)
 class Preset:
     """A named combination. `key_format` and `value_format` are names of formats. `sink` and `residual` are numbers of
-    tokens. `note` says where the preset comes from.
+    tokens. `note` is the origin of the preset.
 
     Example:
         >>> preset = lb.get_preset("kivi-4-sink")
@@ -99,7 +101,7 @@ class Preset:
     transform: str = "none"
     value_transform: str = "none"
     reading: str | None = None
-    """how the model's layers must be read, "separate" or "latent"; `None`: either"""
+    """attention kind of the layers, "separate" or "latent"; `None`: either"""
 
     def spec(self) -> LayerSpec:
         """What a layer stores with this preset."""
@@ -173,7 +175,7 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
     return change
 
 
-#: suffix of a name -> its effect; a name may have each kind of suffix once, in any order
+#: suffix of a name -> its effect; a name may have one suffix of each kind, in any order
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
     "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
@@ -191,14 +193,14 @@ def _derive(name: str) -> Preset | None:
         suffixes.insert(0, suffix)
     kinds = ["score" if suffix in SCORES else suffix for suffix in suffixes]
     if len(set(kinds)) < len(kinds):
-        return None  # one of two suffixes of a kind would have no effect
+        return None  # of two suffixes of a kind, one would have no effect
     preset = _PLAIN[base]
     for suffix in suffixes:
         preset = SUFFIXES[suffix](preset)
     return dataclasses.replace(preset, name=name)
 
 
-#: the listed presets: those of `PresetName`, and registered ones
+#: the listed presets: those of `PresetName`, and registered presets
 PRESETS: dict[str, Preset] = {name: preset for name in LISTED if (preset := _derive(name)) is not None}
 
 
@@ -214,16 +216,17 @@ def register_preset(
     reading: Literal["separate", "latent"] | None = None,
     note: str = "registered",
 ) -> Preset:
-    """Register a preset. `from_preset`, `generate`, `enable` and all commands then take its name, also with suffixes.
+    """Register a preset. `from_preset`, `generate`, `enable` and all commands then accept its name, also with suffixes.
 
     Args:
-        name: a new name; names of other presets with suffixes are taken too.
+        name: a new name. Names of other presets with suffixes are taken.
         key_format, value_format, transform, value_transform: names. sink, residual: numbers of tokens.
-        reading: how layers must be read; `None`: either. note: where the preset comes from, for tables.
+        reading: attention kind of the layers; `None`: either. note: origin of the preset, for tables.
 
     Raises:
         ValueError: the name is taken or not a word, or a format, a transform or a number is not allowed. Nothing is
-            registered then. TypeError: the name is not a string.
+            registered.
+        TypeError: the name is not a string.
 
     Example:
         >>> preset = lb.register_preset("mine-3", "int4-channel", "int2-token", sink=64)
@@ -242,20 +245,19 @@ def register_preset(
 
 
 def recommended_first(names: Iterable[str]) -> list[str]:
-    """The same names: those of `RECOMMENDED` first, in its order, then the user's own, then the others."""
+    """These names in the order of tables: `RECOMMENDED`, then registered presets, then others."""
     order: list[str] = [*RECOMMENDED, *(name for name in PRESETS if name not in LISTED)]
     return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def short_list(names: Iterable[str]) -> list[str]:
-    """Those of these names that a table shows if the user does not ask for all: the recommended ones and the user's own,
-    at most `MOST_SHOWN`."""
+    """The names in a table that does not list all presets: recommended and registered ones, at most `MOST_SHOWN`."""
     return [name for name in recommended_first(names) if name in RECOMMENDED or name not in LISTED][:MOST_SHOWN]
 
 
 def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
-    """The name of the listed preset with these keys that is nearest to `spec` in values, sink and transforms; `None`:
-    there is none."""
+    """The name of the listed preset with this key format that is nearest to `spec` in values, sink and transforms; `None`
+    if there is none."""
     values = spec.value_format.with_layout("planar-1")
 
     def distance(name: str) -> tuple[bool, bool, bool]:
@@ -267,10 +269,11 @@ def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
 
 
 def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str | None:
-    """Why a cache whose layers have these specs is not one of `preset`, or `None` if it is. name: the preset that it
-    was made as; its window and transforms may then differ, because options change them.
+    """The reason why a cache with these layer specs is not one of `preset`, or `None` if it is.
 
-    Names are not enough: a cache of an older release may store something else under the same name.
+    name: the preset name of the cache. If it is `preset`, only formats are compared: options may have changed window and
+    transforms. Comparing names is not enough, because a cache of an older release may store something else under the
+    same name.
     """
     wanted = get_preset(preset).spec()
     plain = [spec.with_layouts("planar-1", "planar-1") for spec in specs]
@@ -299,7 +302,8 @@ def get_preset(name: str) -> Preset:
     """The preset with this name.
 
     Raises:
-        ValueError: the name is unknown; the message suggests similar names. TypeError: the name is not a string.
+        ValueError: the name is unknown; the message suggests similar names.
+        TypeError: the name is not a string.
 
     Example:
         >>> lb.get_preset("k4v2-sink").value_format
@@ -325,8 +329,8 @@ def get_preset(name: str) -> Preset:
 # The numbers are those of `LayerSpec.bits_per_value`, which needs torch; a test compares them.
 
 HEAD_DIM, PAGE_SIZE = 128, 128
-#: formats of keys and of values -> bits per number of a page, scales included. With head_dim 128; for the latent of an
-#: MLA model with DeepSeek-V3's widths
+#: formats of keys and values -> bits per value of a page, scales included, with head_dim 128; for latents, with the
+#: widths of DeepSeek-V3
 BITS_OF_A_PAGE = {
     ("dense", "dense"): 16.0,
     ("int8-channel", "int8-token"): 8.25,
@@ -346,19 +350,19 @@ BITS_OF_A_PAGE = {
     ("fp8-centered", "fp8"): 8.3125,
     ("fp8", "dense"): 161 / 18,
 }
-#: beginnings of the names of formats whose parameters a calibration makes
+#: prefixes of the names of formats with calibrated parameters
 CALIBRATED = ("static-", "trellis-")
 
 
 def bits_per_value(preset: Preset, tokens: int) -> float | None:
-    """Bits per number at a length of `tokens`, everything counted, with head_dim 128. `None`: the table above does not
-    have this preset."""
+    """Bits per value of `tokens` tokens, everything counted, with head_dim 128. `None`: `BITS_OF_A_PAGE` does not have the
+    formats of this preset."""
     page = BITS_OF_A_PAGE.get((preset.key_format, preset.value_format))
     if page is None:
         return None
     packed = max(tokens - preset.sink - preset.residual, 0)
     whole = packed // PAGE_SIZE
-    # without recent tokens in 16 bits the last page is filled token by token, and allocated whole
+    # with residual 0 the last page is filled token by token, but allocated whole
     dense, pages = (
         (preset.sink, -(-packed // PAGE_SIZE)) if preset.residual == 0 else (tokens - whole * PAGE_SIZE, whole)
     )

@@ -1,15 +1,15 @@
-"""The weight of each token in a calibration, from the attention that the token gets from queries that read it packed.
+"""The weight of each token in a calibration: the attention of the queries that read the token packed.
 
 One token in a hundred gets most of the attention of far queries, and errors in other keys have little effect. The model
-reads a window once. Queries are grouped in chunks, which begin at the same tokens as pages. A token is read packed by
-queries that are two or more chunks after the token's page. Only these queries count:
+reads a window once. Queries are grouped in chunks, which begin at the same tokens as pages. Queries two or more chunks
+after the page of a token read it packed. Only these queries count:
 
     a_j = 1 / n_j * sum over queries t of those chunks, and over the query heads of the KV head, of A_tj^2
     n_j = the number of these queries, S - sink - page_size * (p + 2) for a token of page p
     w_j = min(30, a_j / mean of a)
 
 A is the attention in full precision: float32, with the softcap before the softmax and the logit of a model's sink in
-the denominator of the softmax. Pages that fewer than 128 queries read packed are left out: their tokens have w = 0, and
+the denominator of the softmax. Pages that fewer than 128 queries read packed are excluded: their tokens have w = 0, and
 the mean is over the other pages.
 """
 
@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-#: a page is left out if fewer queries read it packed
+#: a page is excluded if fewer queries read it packed
 LEAST_QUERIES = 128
-#: shorter windows, in tokens, say too little about far attention
+#: shortest window in tokens: shorter ones have too few far queries
 LEAST_LENGTH = 1024
 #: largest weight of a token, as a multiple of the mean
 MOST_WEIGHT = 30.0
-#: most queries whose attention is computed at once
+#: largest number of queries whose attention is computed at once
 CHUNK = 128
 
 
@@ -37,8 +37,8 @@ class PageGrid(NamedTuple):
     page_size: int
 
     def queries(self, length: int) -> torch.Tensor:
-        """The number of queries of a window that read each token packed, int64 `[length]`. It is 0 for sinks and for
-        tokens of pages that are left out."""
+        """The number of queries of a window that read each token packed, int64 `[length]`: 0 for sinks and for excluded
+        pages."""
         index = torch.arange(length) - self.sink
         page = index.div(self.page_size, rounding_mode="floor")
         count = length - self.sink - self.page_size * (page + 2)
@@ -63,7 +63,7 @@ def squared_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Squared attention that each token of a window gets from all queries that read it packed, float32 `[H, S]`.
+    """Sum of the squared attention of all queries that read a token packed, for each token, float32 `[H, S]`.
 
     Args:
         query: `[1, Hq, S, D]`. key: `[1, H, S, D]`, of the same tokens. scaling: factor on q.k. softcap: bound of the scores.
@@ -93,7 +93,7 @@ def squared_attention(
 
 
 def token_weights(attention: torch.Tensor, grid: PageGrid) -> torch.Tensor:
-    """w of each token, float32 `[H, S]`. attention: the result of `received` for a window."""
+    """w of each token, float32 `[H, S]`. attention: the result of `squared_attention`."""
     queries = grid.queries(attention.shape[1]).to(attention.device)
     per_query = attention.double() / queries.clamp(min=1)
     weighted = queries > 0
@@ -105,5 +105,5 @@ def token_weights(attention: torch.Tensor, grid: PageGrid) -> torch.Tensor:
 def weights_of(
     query, key, grids: Iterable[PageGrid], scaling, softcap=None, sinks=None
 ) -> dict[PageGrid, torch.Tensor]:
-    """`token_weights` of a window for each grid of pages. Arguments as for `received`."""
+    """`token_weights` of a window for each grid of pages. Arguments as for `squared_attention`."""
     return {grid: token_weights(squared_attention(query, key, grid, scaling, softcap, sinks), grid) for grid in grids}

@@ -1,4 +1,4 @@
-"""Calibration: a model reads texts, and `calibrators` compute the parameters of presets from its keys and values."""
+"""Calibration: a model reads texts, and `calibrators` compute the parameters of presets from keys and values."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ def calibrate(
     text_names: Sequence[str] | None = None,
     progress: bool | Report | None = True,
 ) -> Calibration:
-    """Compute the parameters that `preset` needs for `model`, from the model's keys and values on `texts`.
+    """Compute the parameters that `preset` needs for `model` from keys and values on `texts`.
 
         calibration = lb.calibrate(model, tokenizer, [Path("book.txt").read_text()], "eigen-2")
         calibration.save("eigen-2.safetensors")
         cache = lb.from_preset("eigen-2", model, calibration="eigen-2.safetensors")
 
     Args:
-        texts: strings. Texts of `length` tokens or more are cut into windows. If this gives too few windows, the
-            remainders of texts and the shorter texts are joined, with the tokenizer's end token in between. A window
-            begins at a random one of the positions that the model is made for. Use other texts for evaluation.
-        preset: one or several names, or `LayerSpec` objects of your own. Presets share the parameters that they have in
-            common.
-        samples: windows to read, drawn at random. `None`: windows with 32768 tokens in all on a CPU and 131072 on a
-            GPU, or all windows if the texts have fewer.
-        length: tokens of a window. `None`: the length that the presets want, which is 512, or 4096 for `eigen-*`.
+        texts: strings. Texts of `length` tokens or more are cut into windows. If these are too few, remainders and
+            shorter texts are joined, separated by the end token. A window begins at a random position within the
+            context of the model. Use other texts for evaluation.
+        preset: one or several names or `LayerSpec` objects. Presets share parameters that they have in common.
+        samples: number of windows, drawn at random. `None`: 32768 tokens in all on a CPU and 131072 on a GPU, or all
+            windows if there are fewer.
+        length: tokens per window. `None`: the default of the presets, 512, or 4096 for `eigen-*`.
         seed: seed of all random choices.
-        per_head: whether each KV head gets its own codebook. `None`: one codebook for each layer.
+        per_head: whether each KV head gets its own codebook. `None`: one codebook per layer.
         gradients: whether to compute gradients for presets that weight errors by them (`eigen-*`). The model then reads
-            further windows: 8 on a CPU or 32 on a GPU, of 1024 tokens; fewer and shorter ones if `samples` and `length`
-            say so (but not below 512 tokens). Without gradients calibration is cheaper and less exact.
+            more windows of 1024 tokens, 8 on a CPU or 32 on a GPU. `samples` and `length` limit their number and
+            length, but not below 512 tokens. Without gradients calibration is cheaper and less exact.
         attention: whether to compute attention for presets that weight tokens by it (`eigen-*`). Windows of fewer than
-            1024 tokens are not weighted, and a warning says so.
-        offload: save GPU memory. Kept tokens are stored in CPU memory. Gradients are computed layer by layer, and each
-            layer is computed twice. The calibration is the same up to rounding and takes somewhat longer.
-        text_names: names of the texts, for the file and its card. The card rejects figures that were measured on these
+            1024 tokens are not weighted, with a warning.
+        offload: save GPU memory. Sampled tokens are kept in CPU memory, and the backward pass computes layers again.
+            The calibration is the same up to rounding, and takes somewhat longer.
+        text_names: names of the texts, for the file and its card. The card rejects results that were measured on these
             texts.
-        progress: `True` prints to standard error how many tokens there are and how many are wanted, and shows a bar on
-            a terminal. `False` shows nothing. A function is called in place of the bar, with the name of a part of the
-            work (`"reading"`, `"gradients"`, `"fitting"`), the number of its steps done, first 0, and their total.
+        progress: `True` prints the numbers of available and read tokens to standard error, and shows a bar on a
+            terminal. `False` shows nothing. A function is called in place of the bar with the name of a stage
+            (`"reading"`, `"gradients"`, `"fitting"`), the number of its steps done, first 0, and their total.
 
     Raises:
         ValueError: a preset has no parameters, the texts are too short (the message says how many tokens are needed),
-            or keys or values are not finite. TypeError: the texts are not strings, or the tokenizer is none.
+            or keys or values are not finite.
+        TypeError: the texts are not strings, or the tokenizer is not callable.
         ImportError: faiss is missing, on a CPU.
 
     Example:
@@ -146,8 +146,7 @@ def calibrate(
 def plan_for(
     model: Any, preset: str | LayerSpec | Sequence[str | LayerSpec], per_head: bool | None = None
 ) -> CalibrationPlan:
-    """The calibrators that a calibration of `model` needs. Reads no texts. Arguments and errors are those of
-    `calibrate`."""
+    """The calibrators for `model`. Reads no texts. Arguments and errors are those of `calibrate`."""
     specs = _specs(preset)
     if idle := [name for name, spec in specs.items() if not list(jobs_of(spec))]:
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")

@@ -1,5 +1,4 @@
-"""Estimates the time and memory of a calibration: times a short pass, tries fitting on random tokens, and computes the
-rest."""
+"""Estimates the time and memory of a calibration: times a short pass and fits on random tokens, and extrapolates."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ from .calibrators import Calibrator
 
 #: tokens of the timed pass
 PROBE = 256
-#: time of a pass with gradients relative to a pass without them; factor of weighting on the time of attention
+#: time of a pass with gradients, relative to one without; factor of token weights on the time of attention
 BACKWARD, WEIGHTED = 3.0, 2.0
-#: fitting is tried on one page of this many, and on all pages if that should take less than this many seconds
+#: a trial fits 1 / `TRIAL` of the pages, and all pages if the estimate is below `TRIAL_SECONDS`
 TRIAL, TRIAL_SECONDS = 16, 4.0
 
 
 class Cost(NamedTuple):
-    """A rough estimate of what a calibration takes."""
+    """A rough estimate of the cost of a calibration."""
 
     seconds: float
     nbytes: int
-    """memory in addition to the model: kept pages, and the needs of a backward pass"""
+    """memory in addition to the model: sampled pages, and the backward pass"""
 
     def __str__(self) -> str:
         return f"about {max(self.seconds / 60, 1):.0f} min and {max(self.nbytes / 1e9, 0.1):.1f} GB of memory beside the model"
@@ -36,14 +35,14 @@ class Cost(NamedTuple):
 
 @torch.no_grad()
 def cost(model: Any, presets: Sequence[str]) -> Cost:
-    """The cost of `calibrate` for these presets with its default arguments. Times a pass over a few tokens."""
+    """The cost of `calibrate` for these presets with default arguments. Times a pass over a few tokens."""
     plan = plan_for(model, presets)
     length = min(plan.length, longest_window(model))
     kind = model.device.type
     windows = max(TOKENS.get(kind, TOKENS["cuda"]) // length, 1)
     tokens = windows * length
     probe = min(PROBE, longest_window(model))
-    second = _seconds_of_pass(model, probe) / probe  # of one token
+    second = _seconds_of_pass(model, probe) / probe  # per token
     linear, attention = _work(model, plan)
     seconds = tokens * second * _slower(linear, attention, length, probe)
     if any(calibrator.attention for calibrator in plan.calibrators.values()):
@@ -69,7 +68,7 @@ def _seconds_of_pass(model: Any, tokens: int) -> float:
 
 
 def _work(model: Any, plan: CalibrationPlan) -> tuple[float, float]:
-    """Multiplications of a token with the model's weights, and with each earlier token."""
+    """Multiplications per token: with the weights of the model, and with each earlier token."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
     linear = max(sum(weight.numel() for weight in model.parameters()) - embedding, 1)
@@ -78,28 +77,27 @@ def _work(model: Any, plan: CalibrationPlan) -> tuple[float, float]:
 
 
 def _slower(linear: float, attention: float, length: int, probe: int) -> float:
-    """Time of a token in a window of `length`, relative to `probe`. On average a token sees half of the window."""
+    """Time per token in a window of `length`, relative to `probe`. On average a token attends to half of the window."""
     return (linear + attention * length / 2) / (linear + attention * probe / 2)
 
 
 def _kept(plan: CalibrationPlan, windows: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of the pages kept for fitting, from windows of `length` tokens."""
+    """Bytes of the sampled pages of windows of `length` tokens."""
     numbers = sum(heads * sum(dims) for heads, *dims in plan.sizes.values())
     sampling = plan.choose(windows, length, 0)
     return sum(size * len(sampled.pages) * numbers * dtype.itemsize for size, sampled in sampling.by_size.items())
 
 
 def _backward(model: Any, window: int) -> int:
-    """Bytes that a backward pass over a window needs. Layers keep about 34 bytes for each hidden number in 16 bits
-    (Korthikanti et al., arXiv 2205.05198). Log-probabilities and their gradient are float32."""
+    """Bytes for a backward pass over a window. Layers keep about 34 bytes per hidden value in 16 bits (Korthikanti et al.,
+    arXiv 2205.05198). Log-probabilities and their gradient are float32."""
     config = model.config.get_text_config()
     layers = 17 * window * config.hidden_size * config.num_hidden_layers * model.dtype.itemsize
     return layers + 3 * window * config.vocab_size * 4
 
 
 def _fitting(plan: CalibrationPlan, tokens: int, device: torch.device) -> float:
-    """Seconds that fitting takes: the time of the first layer's calibrators on random tokens, times the number of
-    layers."""
+    """Seconds for fitting: the time for the first layer on random tokens, times the number of layers."""
     first = min(plan.sizes)
     seconds = 0.0
     for (layer, *_), calibrator in plan.calibrators.items():
@@ -109,8 +107,8 @@ def _fitting(plan: CalibrationPlan, tokens: int, device: torch.device) -> float:
 
 
 def _fit_of(calibrator: Calibrator, tokens: int, device: torch.device) -> float:
-    """Seconds that a calibrator takes to fit. The time of k-means is not proportional to the number of points, so the
-    fit is tried on all pages if this is not long."""
+    """Seconds that a calibrator takes to fit. The time of k-means is not proportional to the number of points, so all
+    pages are fitted if that is fast."""
     pages = max(min(calibrator.pages, tokens // calibrator.page_size), 1)
     trial = max(pages // TRIAL, min(pages, 2))
     seconds = _seconds_of_fit(calibrator, trial, device) * pages / trial

@@ -1,7 +1,7 @@
-"""Which parts are calibrated together, which pages of the texts are kept for them, and how calibrators see these pages.
+"""What is calibrated together, which pages of the texts are sampled, and how calibrators get these pages.
 
-A `CalibrationPlan` says which calibrators each layer needs, and chooses the pages to keep, a `Sampling`. `KeptPages`
-takes a plan and a sampling, collects keys and values while the model reads, and returns the fitted tensors.
+A `CalibrationPlan` lists the calibrators of each layer, and samples pages (`Sampling`). `KeptPages` collects the sampled
+keys and values while the model reads, and returns the fitted tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SIDES = ("keys", "values")
 
 
 class Job(NamedTuple):
-    """Parts that are calibrated together: a format, and the transform before it."""
+    """Parts that are calibrated together: a format and the transform before it."""
 
     side: str
     transform: Transform
     format: Format
-    #: tokens at the start of a text that this format does not store
+    #: sink tokens, which this format does not store
     skip: int
     page_size: int
 
     @property
     def first(self) -> int:
-        """The first page of a window that has no skipped tokens."""
+        """The first page of a window without skipped tokens."""
         return -(-self.skip // self.page_size)
 
     @property
@@ -44,8 +44,8 @@ class Job(NamedTuple):
 
     @property
     def parts(self) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """The stages of the transform, then the format, each after its key. A key begins with the part's names in the
-        file."""
+        """Pairs of key and part: the stages of the transform, then the format. A key begins with the names of the part in
+        the file."""
         stages = getattr(self.transform, "stages", (self.transform,))
         for stage in stages:
             yield (self.side, self.transform.name, stage.name), stage
@@ -61,19 +61,19 @@ def jobs_of(spec: Any) -> Iterator[Job]:
 
 
 class SampledPages(NamedTuple):
-    """Chosen pages of one size: by window, in one list, and the order in which they were drawn."""
+    """Sampled pages of one size: by window, in one list, and the order in which they were drawn."""
 
     by_window: list[list[int]]
     pages: list[int]
     order: list[int]
 
     def for_job(self, job: Job) -> list[int]:
-        """Indices into `pages` of the pages that the job stores, in the order in which they were drawn."""
+        """Indices into `pages` of those without tokens that the job skips, in the order in which they were drawn."""
         return [index for index in self.order if self.pages[index] >= job.first]
 
 
 class Sampling(NamedTuple):
-    """The kept pages of each window, by page size."""
+    """The sampled pages of each window, by page size."""
 
     by_size: Mapping[int, SampledPages]
 
@@ -105,12 +105,12 @@ class CalibrationPlan:
 
     @property
     def length(self) -> int:
-        """Tokens of a window: the largest number that a calibrator wants."""
+        """Tokens per window: the largest default of the calibrators."""
         return max((calibrator.length for calibrator in self.calibrators.values()), default=512)
 
     @property
     def gradient_sides(self) -> dict[int, list[int]]:
-        """By page size, the sides with a calibrator that wants gradients: 0 for keys, 1 for values."""
+        """By page size, the sides with a calibrator that uses gradients: 0 for keys, 1 for values."""
         needed = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}
         sides = {
             size: [number for number, side in enumerate(SIDES) if (size, side) in needed] for size in self.page_sizes
@@ -118,8 +118,7 @@ class CalibrationPlan:
         return {size: numbers for size, numbers in sides.items() if numbers}
 
     def weighted(self, length: int) -> list[PageGrid]:
-        """The page grids for which tokens are weighted by attention, for calibrators that want weights. Warns if windows
-        of `length` tokens are too short."""
+        """The page grids for which calibrators need token weights. Warns if windows of `length` tokens are too short."""
         needed = {key[1:] for key, each in self.calibrators.items() if each.attention}
         grids: list[PageGrid] = []
         for job in self.jobs:
@@ -132,18 +131,18 @@ class CalibrationPlan:
         return grids
 
     def choose(self, windows: int, length: int, seed: int) -> Sampling:
-        """Which pages of each window to keep: as many as the calibrators want, drawn at random, or all. A calibrator
-        gets the pages that were drawn first. So its pages do not depend on the other calibrators."""
+        """Sample as many pages as the calibrators need, at random, or all. A calibrator gets the pages that were drawn
+        first, so its pages do not depend on other calibrators."""
         by_size = {}
         for size in self.page_sizes:
             pages = length // size
             needed = max(each.pages for each in self.calibrators.values() if each.page_size == size)
-            # the first pages of a window may be left out
+            # a job may skip the first pages of a window
             spare = 1 + windows * max(job.first for job in self.jobs if job.page_size == size)
             order = torch.randperm(windows * pages, generator=torch.Generator().manual_seed(seed))[: needed + spare]
             chosen = order.sort().values.tolist()
             by_window = [[index % pages for index in chosen if index // pages == window] for window in range(windows)]
-            indices = order.argsort().argsort().tolist()  # in `chosen`; pages are kept in its order
+            indices = order.argsort().argsort().tolist()  # into `chosen`, which has the order of the kept pages
             by_size[size] = SampledPages(by_window, [page for window in by_window for page in window], indices)
         return Sampling(by_size)
 
@@ -158,22 +157,21 @@ class CalibrationPlan:
                             calibrator.check(device, job.page_size * min(pages, calibrator.pages or pages))
 
     def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
-        """Show calibrators gradients `[1, H, S, D]` with respect to keys (side 0) or values (1) of a window, which was
-        read in pages of this size."""
+        """Pass gradients `[1, H, S, D]` with respect to keys (side 0) or values (1) of a window to calibrators of this page
+        size."""
         for calibrator, _, part_tokens in self.watching_gradients(layer, SIDES[side], gradients):
             if calibrator.page_size == page_size:
                 calibrator.observe_gradients(part_tokens)
 
     def watching_tokens(self, layer: int, side: str, x: torch.Tensor) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
-        """The calibrators of a layer that see tokens `x`, `[1, H, S, D]`, before anything is fitted. Yields each once,
-        with its job and the tokens that it sees. The job's skipped tokens are left out, and earlier transforms are
-        applied."""
+        """The calibrators of a layer that observe tokens `x`, `[1, H, S, D]`, before fitting. Yields each once, with its job
+        and its tokens: without those that the job skips, and mapped by earlier transforms."""
         return self._watching(layer, side, x, lambda part, tokens: part.map(tokens, ()))
 
     def watching_gradients(
         self, layer: int, side: str, gradients: torch.Tensor
     ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
-        """The same for gradients. Transforms map gradients as they map queries."""
+        """As `watching_tokens`, for gradients. Transforms map gradients like queries."""
         return self._watching(layer, side, gradients, lambda part, tokens: part.map_queries(tokens, ()))
 
     def _watching(
@@ -189,16 +187,16 @@ class CalibrationPlan:
                     if calibrator not in seen_before:
                         yield calibrator, job, tokens
                     seen_before.add(calibrator)
-                    break  # later parts see the fitted result, in `KeptPages.fit`
+                    break  # later parts need the fitted part: `KeptPages.fit` maps tokens for them
                 if isinstance(part, Transform):
                     tokens = mapped(part, tokens.float())
 
 
 class KeptPages:
-    """The sampled pages of keys and values with the weights of their tokens, kept until calibrators are fitted.
+    """The sampled pages of keys and values and the weights of their tokens, kept until calibrators are fitted.
 
     Args:
-        storage: device on which pages are kept. `None`: the device of the model.
+        storage: device for the pages. `None`: the device of the model.
     """
 
     def __init__(self, plan: CalibrationPlan, sampling: Sampling, storage: torch.device | None = None):
@@ -207,8 +205,8 @@ class KeptPages:
         self._weights: dict[tuple[PageGrid, int], list[torch.Tensor]] = {}  # [H, page_size] each
 
     def see(self, window: int, layer: int, x: tuple, weights: Mapping[PageGrid, torch.Tensor]) -> None:
-        """Take keys and values of a window, `[1, H, S, D]` each, and weights of their tokens, `[H, S]`. Calibrators
-        observe all tokens, and the sampled pages are kept."""
+        """Pass keys and values of a window, `[1, H, S, D]` each, and weights of its tokens, `[H, S]`, to calibrators, and
+        keep the sampled pages."""
         if layer not in self.plan.sizes:
             return
         for side, tokens in zip(SIDES, x, strict=True):
@@ -225,11 +223,11 @@ class KeptPages:
             self._weights.setdefault((grid, layer), []).extend(map(self._copied, pages))
 
     def _copied(self, page: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the device on which pages are kept."""
+        """A contiguous copy on the device `storage`."""
         return torch.empty_like(page, device=self.storage, memory_format=torch.contiguous_format).copy_(page)
 
     def fit(self, layer: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """The tensors of a layer, by their names in the file, computed on `device`. Drops the pages of the layer."""
+        """Fit the calibrators of a layer on `device`, and drop its pages. Returns the tensors by their names in the file."""
         fitted = {}
         for job in self.plan.jobs:
             indices = self.sampling.for_job(job)
@@ -260,7 +258,7 @@ class KeptPages:
 
 @contextmanager
 def _named(layer: int, job: Job, part: Any) -> Iterator[None]:
-    """Add layer, side and part to the message of a `ValueError` that a calibrator raises."""
+    """Add layer, side and part to the message of a `ValueError` of a calibrator."""
     try:
         yield
     except ValueError as error:

@@ -1,5 +1,5 @@
-"""The file that a calibration is written to. It is tried before the work begins. If it then fails, another file is
-tried."""
+"""The file to which a calibration is written. It is tested before the work begins. If writing fails at the end, the
+calibration goes to another file."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from ..folders import make_folder
 
 
 def try_file(path: Path, label: str) -> Calibration | None:
-    """Find out whether a calibration can be written to `path`, or added to the file there. Makes the folder of `path`.
+    """Check that a calibration can be written to `path`, or added to the file there. Creates the folder of `path`.
 
     Args:
-        label: how messages name the file.
+        label: the name of the file in messages.
 
     Returns:
-        The calibration in the file, or `None` if there is no file yet.
+        The calibration in the file, or `None` if there is no file.
 
     Raises:
-        ValueError: `path` is a folder or a device, or a file to which nothing can be added: damaged, or of another
-            version.
+        ValueError: `path` is a folder or a device, or its file is damaged or of another version.
         OSError: `path` cannot be written.
     """
     if path.is_dir():
@@ -47,8 +46,8 @@ def try_file(path: Path, label: str) -> Calibration | None:
 
 
 def try_user_files(model_name: str) -> None:
-    """Call `try_file` for all files of the user's folder that may belong to a model of this name. The model's file
-    depends on its weights, which are not loaded yet."""
+    """Call `try_file` for all files of the user's folder that may belong to a model of this name. Which one does depends
+    on the weights, which are not loaded yet."""
     make_folder(user_folder())
     pattern = re.compile(re.escape(model_name) + r"-[0-9a-f]{16}\.safetensors")
     for path in sorted(user_folder().iterdir()):
@@ -66,29 +65,28 @@ def _try_folder(folder: Path, label: str) -> None:
 
 
 def add_to_file(calibration: Calibration, path: Path) -> Calibration:
-    """Write a calibration to `path`, merged with the content that a file there has by then. Processes that add to one file
-    do so one after the other.
+    """Write a calibration to `path`, merged with the content of an existing file. A lock serializes processes that add to
+    the same file.
 
     Returns:
-        The calibration that the file now holds.
+        The calibration in the file afterwards.
 
     Raises:
-        OSError: `path` could not be written. The calibration is then written to another file, beside `path` or in the
-            folder for temporary files. The message names this file, or says that the calibration is lost.
+        OSError: `path` could not be written. The calibration is then written to another file, in the folder of `path` or
+            the folder for temporary files. The message names this file, or says that the calibration is lost.
     """
     try:
         with FileLock(path.with_name(f".{path.name}.lock")):
             if path.exists():
                 calibration = Calibration.load(path).merged(calibration)
             calibration.save(path)
-    except Exception as error:  # no error may lose minutes of work
+    except Exception as error:  # no error should lose minutes of work
         raise OSError(f"{str(path)!r} could not be written: {error}. {_rescued(calibration, path)}") from error
     return calibration
 
 
 def _rescued(calibration: Calibration, path: Path) -> str:
-    """Write the calibration to a new file. Returns a sentence that names the file, or says that none could be
-    written."""
+    """Write the calibration to a new file. Returns a sentence with its name, or with the reasons of the failure."""
     reasons = []
     for folder in (path.parent, Path(tempfile.gettempdir())):
         other: Path | None = None

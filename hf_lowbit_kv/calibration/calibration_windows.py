@@ -1,4 +1,4 @@
-"""Cuts texts into windows of tokens, which a model reads one by one."""
+"""Cuts texts into windows of tokens, which the model reads one by one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from ..cache.served_models import longest_text, unwrap
 from ..storage.layer_spec import check_count
 
-#: tokens that are read by default, by device
+#: default number of tokens to read, by device
 TOKENS = {"cpu": 64 * 512, "cuda": 256 * 512}
-#: texts with fewer tokens are rejected
+#: fewest tokens of the texts together
 FEWEST_TOKENS = 8 * 512
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows to read, int64 `[length]` each. target: how many tokens the caller wanted in all."""
+    """Windows to read, int64 `[length]` each. target: requested number of tokens in all windows together."""
 
     windows: list[torch.Tensor]
     length: int
@@ -58,8 +58,8 @@ class Tokens:
         self.end: int | None = getattr(tokenizer, "eos_token_id", None)
 
     def windows(self, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All windows of `length` tokens, without overlap: those inside one text, and those of joined pieces. Pieces
-        are texts shorter than a window and the remainders of longer texts. An end token separates two pieces."""
+        """All windows of `length` tokens without overlap: those inside one text, and those of joined pieces. Pieces are
+        texts shorter than a window and remainders of longer texts, separated by end tokens."""
         whole = [window for x in self.ids for window in x[: len(x) // length * length].view(-1, length)]
         pieces = [piece for x in self.ids if len(piece := x[len(x) // length * length :])]
         row: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class Tokens:
         """Windows for calibration; see `calibrate`. Windows of joined pieces are used only if the others are too few.
 
         Args:
-            device: type of the model's device. least: the fewest tokens that a window may have.
+            device: type of the model's device. least: smallest allowed `length`.
 
         Raises:
             ValueError: a number is not allowed, or the texts are too short.
@@ -92,7 +92,7 @@ class Tokens:
         return Windows(_draw_windows(whole, joined, target, seed), length, target * length)
 
     def draw_for_gradients(self, count: int, lengths: Sequence[int], seed: int) -> Windows:
-        """At most `count` windows. Their length is the first of `lengths` for which the texts have a window.
+        """At most `count` windows of the first of `lengths` for which the texts have a window.
 
         Raises:
             ValueError: the texts have no window of any of these lengths.
@@ -111,7 +111,7 @@ class Tokens:
 
 
 def _draw_windows(whole: list[torch.Tensor], joined: list[torch.Tensor], count: int, seed: int) -> list[torch.Tensor]:
-    """`count` of the whole windows at random. If there are fewer, all of them and some of the joined windows."""
+    """`count` of the whole windows at random; if there are fewer, all of them and joined windows."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(whole), generator=generator)[:count].sort().values.tolist()
     more = torch.randperm(len(joined), generator=generator)[: count - len(chosen)].sort().values.tolist()
@@ -119,7 +119,7 @@ def _draw_windows(whole: list[torch.Tensor], joined: list[torch.Tensor], count: 
 
 
 def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) -> str:
-    """The line that is printed before a model reads: how many tokens there are, are wanted, and will be read."""
+    """The line printed before the model reads: the numbers of available, requested and read tokens."""
     read = len(windows.windows) * windows.length
     fewer = ", as many as there are," if read < windows.target else ""
     text = f"calibrating on {tokens}; {windows.target} are wanted, and {read}{fewer} will be read: {windows}"
@@ -127,11 +127,15 @@ def announcement(tokens: Tokens, windows: Windows, gradients: Windows | None) ->
 
 
 def first_positions(model: Any, count: int, length: int, seed: int) -> list[int]:
-    """The position of the first token of each of `count` windows of `length` tokens. Every second window begins at
-    position 0, because every text has early positions. Of the others one begins at random in each of as many equal parts
-    of the positions that the model is made for, in random order. RoPE turns keys with their position, and biases of keys
-    with them. So keys of a text's first tokens do not show what the keys of a long text look like. The model's own
-    predictions stay, because they depend only on distances. All are 0 where the model takes no `position_ids`."""
+    """The position of the first token of each of `count` windows of `length` tokens.
+
+    RoPE rotates keys, and their biases, by their position. So keys at the first positions do not represent the keys of a
+    long text. The model's predictions depend only on distances, and do not change.
+
+    Every second window begins at position 0, because every text has early positions. The others are spread over the
+    context of the model: one begins at random in each of as many equal parts, in random order. All begin at 0 if the
+    model takes no `position_ids`.
+    """
     room = (longest_text(unwrap(model).config) or length) - length
     if room <= 0 or "position_ids" not in inspect.signature(unwrap(model).forward).parameters:
         return [0] * count
@@ -142,8 +146,7 @@ def first_positions(model: Any, count: int, length: int, seed: int) -> list[int]
 
 
 def positions(first: int, tokens: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The argument `position_ids` for `tokens` tokens from position `first`; none from position 0, where models count
-    themselves."""
+    """The argument `position_ids` for `tokens` tokens from position `first`. Empty from position 0, the default of models."""
     return {"position_ids": torch.arange(first, first + tokens, device=device)[None]} if first else {}
 
 

@@ -1,7 +1,7 @@
-"""Calibrators: each computes the parameters of a transform or format from a model's keys and values.
+"""Calibrators: each computes the parameters of a transform or format from keys and values of a model.
 
-A new calibrator is a class and a line in `CALIBRATORS`. `docs/dev/own-formats.md` explains the calibrators of the
-transform `eigen` and of the format `static`.
+A new calibrator is a class and a line in `CALIBRATORS`. `docs/dev/own-formats.md` explains those of the transform `eigen`
+and of the format `static`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from ..formats.static import STEP, Static, uniform_codes
 from ..storage.transforms import Eigen, Smooth
 from .kmeans import MOST_POINTS, check_kmeans, check_points, kmeans
 
-#: tokens of a page by default
+#: default tokens per page
 PAGE = 128
 
 
 class Calibrator(ABC):
     """Computes the parameters of one transform or format, for one layer and one side (keys or values).
 
-    `observe` sees every window that the model reads. `observe_gradients` sees gradients of further windows. At the end
-    `fit` gets some of the tokens.
+    `observe` gets every window, and `observe_gradients` the gradients of other windows. At the end `fit` gets the sampled
+    pages.
 
     Args:
         part: the transform or format. head_dim, num_kv_heads: those of the layer.
         per_head: whether each KV head gets its own parameters. `None`: the default of the part.
-        page_size: tokens of a page.
+        page_size: tokens per page.
     """
 
-    #: whether this calibrator wants `observe_gradients` to be called
+    #: whether this calibrator uses `observe_gradients`
     gradients: ClassVar[bool] = False
-    #: tokens of a window by default
+    #: default tokens per window
     length: ClassVar[int] = 512
 
     def __init__(
@@ -46,68 +46,65 @@ class Calibrator(ABC):
 
     @property
     def attention(self) -> bool:
-        """Whether this calibrator wants tokens weighted by attention (`attention_weights`). `observe` gets weights only
-        for keys."""
+        """Whether this calibrator weights tokens by attention (`attention_weights`). `observe` gets weights of keys only."""
         return self.part.weighted
 
     @property
     def pages(self) -> int:
-        """The most pages of each KV head that `fit` wants; 0: all pages."""
+        """Largest number of pages per KV head that `fit` uses; 0: all pages."""
         return 0
 
     def check(self, device: str, tokens: int) -> None:  # noqa: B027
         """Raise the errors of `fit` for a missing package or too few tokens, before the model reads anything.
 
         Args:
-            device: type of the model's device, e.g. `"cpu"`. tokens: the number of tokens of each KV head that `fit`
-                will get.
+            device: type of the model's device, e.g. `"cpu"`. tokens: tokens per KV head that `fit` will get.
         """
 
     def observe(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> None:  # noqa: B027
-        """See a window. By default this does nothing.
+        """Observe a window. Does nothing by default.
 
         Args:
-            tokens: keys or values, `[1, H, S, D]`, after the earlier transforms.
-            weights: the weight of each token, float32 `[H, S]`, 0 if it is not known. `None`: all weights are equal.
+            tokens: keys or values, `[1, H, S, D]`, after earlier transforms.
+            weights: the weight of each token, float32 `[H, S]`, 0 if unknown. `None`: all weights are equal.
         """
 
     def observe_gradients(self, gradients: torch.Tensor) -> None:  # noqa: B027
-        """See gradients of a window, `[1, H, S, D]`: of log p(tokens drawn from the model) with respect to keys or
-        values, through far later queries only (`calibration/gradients.py`). By default this does nothing."""
+        """Observe gradients of a window, `[1, H, S, D]`: of log p(tokens drawn from the model) with respect to keys or
+        values, through far later queries only (`calibration/gradients.py`). Does nothing by default."""
 
     @abstractmethod
     def fit(self, pages: torch.Tensor, seed: int, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """The tensors that `part.parameters` lists, in that order.
 
         Args:
-            pages: `[H, n, page_size, D]`, float32, after the earlier transforms.
+            pages: `[H, n, page_size, D]`, float32, after earlier transforms.
             seed: seed of all random choices.
-            weights: the weight of each token, float32 `[H, n, page_size]`, 0 if it is not known. `None`: all weights
-                are equal.
+            weights: the weight of each token, float32 `[H, n, page_size]`, 0 if unknown. `None`: all weights are equal.
         """
 
 
-#: multiple of the identity added to a head's weights, so that errors cost something in every direction
+#: multiple of the identity added to the weights of a head, so that errors in all directions have a cost
 RIDGE = 0.3
 #: multiples of the Gaussian step that are tried for each channel
 FACTORS = tuple(0.6 + i / 15 for i in range(13))
-#: tokens of each KV head on which steps are fitted
+#: tokens per KV head on which steps are fitted
 TOKENS = 128 * 128
 SMALLEST_SIZE = 1e-6
 FP16_MAX = 65504.0
-#: share of the statistics in which all tokens count the same; in the rest they are weighted by attention
+#: share of the unweighted statistics; the rest is weighted by attention
 ALIKE = 0.4
 
 
 class EigenCalibrator(Calibrator):
-    """A map to channels that are independent inside a page, sorted by their variance, largest first.
+    """A map to channels that are uncorrelated inside a page, sorted by variance, largest first.
 
     C is the covariance of keys around the mean of their page. It mixes two covariances, with shares `ALIKE` and 1 -
-    `ALIKE`. In the first all keys count the same. In the second each key has its attention weight, normalized within
-    each window. W is the mean of g g^T plus a ridge. Here g is the gradient of log p(tokens drawn from the model) with
-    respect to a key, through far later queries only. The eigenvectors U of W^1/2 C W^1/2 give k' = U^T W^1/2 (k - c). An
-    equal error then costs the same in each channel, to second order. Without gradients W is the identity. The center c
-    is the mean of all keys.
+    `ALIKE`. The first is unweighted. In the second each key has its attention weight, normalized within each window.
+    W is the mean of g g^T plus a ridge, where g is the gradient of log p(tokens drawn from the model) with respect to a
+    key, through far later queries only. Without gradients W is the identity. The center c is the mean of all keys.
+    The eigenvectors U of W^1/2 C W^1/2 give k' = U^T W^1/2 (k - c). Equal errors then have the same cost in each channel,
+    to second order.
     """
 
     gradients = True
@@ -149,7 +146,7 @@ class EigenCalibrator(Calibrator):
         root = _square_root(costs + RIDGE * identity)
         vectors = torch.linalg.eigh(root @ covariance @ root).eigenvectors
         # flip: ascending -> descending. Keys are rows: k' = (k - c) (W^1/2 U). Rounding to half precision makes the file
-        # small and does no harm, because queries get the inverse of the rounded matrix
+        # small, and is exact for attention: queries get the inverse of the rounded matrix
         center = (self.total / max(self.tokens, 1)).clamp(-FP16_MAX, FP16_MAX)
         return (root @ vectors.flip(-1)).half(), center.half()
 
@@ -163,14 +160,13 @@ def _square_root(matrix: torch.Tensor) -> torch.Tensor:
 class StaticCalibrator(Calibrator):
     """Centers and steps of each channel.
 
-    Centers are means. Steps are fitted to tokens minus the mean of their page. For each channel the best of 13
-    multiples of the Gaussian step is chosen, by the weighted error. With token scales the step is the Gaussian step for
-    tokens of typical size.
+    Centers are means. Steps are fitted to tokens minus the mean of their page: the best of 13 multiples of the Gaussian
+    step for each channel, by weighted error. With token scales the step is the Gaussian step for tokens of typical size.
 
-    If pages have no means, a KV head's center is the mean or 0. Tokens with the most attention often have small values.
-    Around 0 these values get small token scales, but around a mean they do not. So the weighted error decides between
-    the two, because an error of a value counts as much as the squared attention. Without weights the center is 0,
-    unless the mean halves the error. This happens if values have large biases.
+    If pages have no means, the center of a KV head is either the mean or 0. Tokens with the most attention often have
+    small values, which get small token scales around 0 but not around a mean. So the weighted error decides between the
+    two; errors of values are weighted by squared attention. Without weights the center is 0 unless the mean halves the
+    error, as it does if values have large biases.
     """
 
     part: Static
@@ -182,7 +178,7 @@ class StaticCalibrator(Calibrator):
     def fit(self, pages, seed, weights=None):
         if not bool(pages.isfinite().all()):
             raise ValueError("the tokens are not all finite")
-        center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # a channel's zero; rounding it does no harm
+        center = pages.mean((1, 2)).clamp(-FP16_MAX, FP16_MAX).half()  # zero of a channel; its rounding is no error
         if not self.part.token_scale:
             return center, self._step((pages - pages.mean(2, keepdim=True)).flatten(1, 2), weights)
         centers = torch.zeros_like(center), center
@@ -194,7 +190,7 @@ class StaticCalibrator(Calibrator):
     def _error(
         self, pages: torch.Tensor, center: torch.Tensor, step: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """The weighted squared error of each KV head's pages, `[H]`."""
+        """The weighted squared error of the pages of each KV head, `[H]`."""
         parameters, x = (center.float(), step), pages.transpose(0, 1)
         arrays = self.part.encode_arrays(x, parameters)
         lost = (self.part.decode_arrays(arrays, self.head_dim, parameters) - x).square().sum(-1).transpose(0, 1)
@@ -221,8 +217,7 @@ class StaticCalibrator(Calibrator):
 
 
 def _shares(weights: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """The share of each of the tokens `[H, n, D]`, float32 `[H, n, 1]`. Shares of a head sum to 1. weights: those of
-    `fit`."""
+    """The weight of each of the tokens `[H, n, D]`, float32 `[H, n, 1]`, with sum 1 per head. weights: those of `fit`."""
     alike = tokens.new_full((*tokens.shape[:2], 1), 1 / tokens.shape[1])
     if weights is None:
         return alike
@@ -231,7 +226,7 @@ def _shares(weights: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, ALIKE * alike + (1 - ALIKE) * counts / total.clamp(min=1e-30), alike)
 
 
-#: the smallest factor, relative to the head's largest; smaller factors are raised to it
+#: smallest factor, relative to the largest of the head; smaller factors are clamped to it
 SMALLEST_FACTOR = 1e-3
 
 
@@ -255,13 +250,13 @@ class SmoothCalibrator(Calibrator):
 
 
 class CodebookCalibrator(Calibrator):
-    """k-means of the sub-vectors of each KV head, or of all KV heads that share a codebook."""
+    """k-means of the sub-vectors of each KV head, or of all KV heads together."""
 
     part: Codebook
 
     @property
     def separate(self) -> bool:
-        return bool(self.per_head)  # the paper has one codebook for each layer, which is faster if rows are short
+        return bool(self.per_head)  # the paper has one codebook per layer, which is faster for short rows
 
     @property
     def pages(self) -> int:

@@ -1,10 +1,8 @@
-"""The cost of errors in stored keys and values: gradients of a model's predictions, through queries that read packed
-pages.
+"""The cost of errors in stored keys and values: gradients of predictions, through queries that read packed pages.
 
 A cache keeps the newest tokens exact, so attention to near neighbours does not matter. Here the model reads a window in
-chunks of a page. For each chunk a tensor of zeros is added to the keys that are at least a page before the chunk. The
-gradient with respect to the zeros shows the cost of errors in packed keys, because only queries that read them
-contribute.
+chunks of a page. For each chunk a tensor of zeros is added to the keys at least a page before the chunk. The gradient
+with respect to the zeros is the cost of errors in packed keys: only queries that read packed keys contribute.
 """
 
 from __future__ import annotations
@@ -21,25 +19,24 @@ from .calibration_windows import longest_window, positions
 from .calibrators import PAGE
 from .recomputed_layers import recomputed_layers
 
-#: number of windows, by device; tokens of a window
+#: number of windows, by device; tokens per window
 SAMPLES = {"cpu": 8, "cuda": 32}
 LENGTH = 1024
-#: keys count for queries that are at least this many chunks later; 0: for all queries
+#: queries read keys packed if they are at least this many chunks later; 0: all queries
 DISTANCE = 2
 
 
 def gradient_windows(
     model: Any, page_size: int = PAGE, samples: int | None = None, length: int | None = None
 ) -> tuple[int, list[int]]:
-    """The number of windows, and their lengths in tokens. A length is used if texts have no window of the lengths
-    before it.
+    """The number of windows, and candidates for their length in tokens, in order of preference.
 
     Args:
-        samples, length: as the user gave them to `calibrate`: there are not more windows, and no longer ones, unless
-            gradients need 512 tokens.
+        samples, length: arguments of `calibrate`. They limit the number and the length of windows, but the length not
+            below 512 tokens.
 
     Raises:
-        ValueError: the model's context is too short: no query would read a page packed.
+        ValueError: the context of the model is so short that no query would read a page packed.
     """
     lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
     if length is not None:
@@ -54,7 +51,7 @@ def gradient_windows(
 
 
 class _GradientCache(DynamicCache):
-    """A full-precision cache. Its packed layers add zeros to old keys and values, and keep these zeros."""
+    """A full-precision cache whose packed layers add zeros to old keys and values. Keeps the zeros for their gradients."""
 
     def __init__(self, config: Any, layers: Collection[int], sides: Sequence[int], tokens: int, page_size: int):
         super().__init__(config=config)
@@ -87,17 +84,17 @@ def read_gradients(
     offload: bool = False,
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """Let the model read each window, and call `see(layer, side, gradients)` with gradients of shape `[1, H, S, D]`.
+    """Run the model on each window, and call `see(layer, side, gradients)` with gradients of shape `[1, H, S, D]`.
 
-    At each position a token is drawn from the model's distribution there. The gradients are those of the sum of log p
-    of these tokens.
+    At each position a token is drawn from the model's distribution. The gradients are those of the sum of log p of these
+    tokens.
 
     Args:
         windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
         layers: the packed layers. sides: 0 for keys, 1 for values.
-        page_size: tokens of a page. The model reads windows in chunks of this size.
-        offload: compute layers again in the backward pass, instead of keeping a window's activations. The gradients are
-            the same and take about a third longer.
+        page_size: tokens per page. The model reads windows in chunks of this size.
+        offload: compute layers again in the backward pass instead of keeping activations. The gradients are the same and
+            take about a third longer.
 
     Raises:
         ValueError: the model cannot be differentiated, or its layers cannot be computed again. The message says what to
@@ -105,7 +102,7 @@ def read_gradients(
     """
     generator = torch.Generator().manual_seed(seed)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in parameters:  # so autograd keeps nothing for gradients of weights
+    for parameter in parameters:  # so that autograd keeps nothing for gradients of weights
         parameter.requires_grad_(False)
     try:
         for number, window in enumerate(windows):

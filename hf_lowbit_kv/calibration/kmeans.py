@@ -1,5 +1,4 @@
-"""k-means for codebooks: faiss on a CPU, and Lloyd's algorithm in PyTorch on a GPU, because faiss is not available
-there."""
+"""k-means for codebooks: faiss on a CPU, and Lloyd's algorithm in PyTorch on a GPU, where faiss is not available."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ import torch
 
 from ..triton_kernels.determinism import deterministic
 
-#: most points used for a centroid
+#: largest number of points used per centroid
 MOST_POINTS = 256
-#: most iterations (VecInfer, section 4.1)
+#: largest number of iterations (VecInfer, section 4.1)
 ITERATIONS = 30
-#: distances that a GPU computes at once
+#: largest number of distances that a GPU computes at once
 _CHUNK = 1 << 27
 
 
 def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS) -> torch.Tensor:
-    """Centroids `[count, dim]` of points `[n, dim]`, float32, on the device of `x`. Uses at most 256 points for each
+    """Centroids `[count, dim]` of points `[n, dim]`, float32, on the device of `x`. Uses at most 256 points per
     centroid.
 
     Raises:
@@ -45,7 +44,7 @@ def check_points(points: int, count: int) -> None:
 
 
 def check_kmeans(device: str) -> None:
-    """Raise `ImportError` if the package is missing that `kmeans` needs on this type of device."""
+    """Raise `ImportError` if `kmeans` lacks a package on this type of device."""
     if device == "cpu":
         _faiss_package()
 
@@ -72,7 +71,7 @@ def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Ten
 
 
 def _lloyd(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Tensor:
-    """Centroids start at random points. A centroid without points restarts at a point that is far from its centroid."""
+    """Centroids start at random points. A centroid without points restarts at a point far from its own centroid."""
     starts = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
     centroids = x[starts.to(x.device)].clone()
     for _ in range(iterations):

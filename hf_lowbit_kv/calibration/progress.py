@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: a line before the work begins, and a bar for each of its parts."""
+"""Progress of long work on standard error: a line at the beginning, and a bar per stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: called with the name of a part of the work, the number of its steps done, and the number of all its steps
+#: called with the name of a stage, the number of its steps done, and the number of all its steps
 Report = Callable[[str, int, int], None]
 
 
@@ -19,8 +19,8 @@ def say(text: str, progress: bool | Report | None) -> None:
 
 
 class LogLines:
-    """A `Report` for standard error that is not a terminal. Prints a line when a part of the work begins, for every 16th
-    step and for the last step, and for other steps if nothing was printed for `SECONDS`."""
+    """A `Report` for standard error that is not a terminal. Prints a line when a stage begins, for every 16th and the last
+    step, and for other steps if nothing was printed for `SECONDS`."""
 
     #: longest silence while steps end, seconds
     SECONDS = 10.0
@@ -37,7 +37,7 @@ class LogLines:
 
 @contextmanager
 def reporting(progress: bool | Report | None) -> Iterator[Report]:
-    """Yields a function to call when a part of the work begins, with 0 steps done, and after each step.
+    """Yields a function to call when a stage begins, with 0 steps done, and after each step.
 
     Args:
         progress: `True` shows bars if standard error is a terminal. `False` and `None` show nothing. A function is

@@ -1,6 +1,6 @@
-"""Computes a model's layers again in the backward pass, instead of keeping their activations.
+"""Computes layers again in the backward pass instead of keeping their activations.
 
-transformers' own gradient checkpointing drops the cache, but calibration needs it. Here a layer keeps only its inputs
+transformers' own gradient checkpointing drops the cache, which calibration needs. Here a layer keeps only its inputs
 (`torch.utils.checkpoint`). Before a layer is computed again, its layer of the cache is reset to the earlier state.
 """
 
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Module, int]:
     """The decoder layers that can be computed again, each with the index of the one cache layer that it writes. Layers
-    whose cache changes tensors in place (recurrent states) are left out."""
+    whose cache changes tensors in place (recurrent states) are excluded."""
     layers: dict[torch.nn.Module, int] = {}
     for module in model.modules():
         if not isinstance(module, GradientCheckpointingLayer) or "forward" in vars(module):
@@ -27,7 +27,7 @@ def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Mod
         indices = {index for index in named if isinstance(index, int)}
         if len(indices) != 1 or (index := indices.pop()) >= len(cache.layers):
             continue
-        # a `DynamicLayer` replaces its tensors by longer ones, so the old ones stay valid
+        # a `DynamicLayer` replaces its tensors by longer ones, so old tensors stay valid
         if isinstance(cache.layers[index], DynamicLayer):
             layers[module] = index
     return layers
@@ -35,11 +35,10 @@ def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Mod
 
 @contextmanager
 def recomputed_layers(model: torch.nn.Module, cache: Any) -> Iterator[None]:
-    """Inside this context the model's layers keep only their inputs for the backward pass. Run the backward pass inside
-    too.
+    """Inside, layers of the model keep only their inputs for the backward pass, which must also run inside.
 
     Args:
-        cache: an empty cache of transformers, with which the model is called.
+        cache: the empty transformers cache with which the model is called.
 
     Raises:
         ValueError: the model has no layer that can be computed again.
@@ -73,7 +72,7 @@ def _recomputed(forward: Callable[..., Any], cache: Any, index: int) -> Callable
             try:
                 _set(layer, before)
                 return forward(*args, **kwargs)
-            finally:  # torch ends this call with an exception when it has what it needs
+            finally:  # torch ends this call early with an exception
                 _set(layer, now)
 
         return checkpoint(compute, *args, use_reentrant=False)

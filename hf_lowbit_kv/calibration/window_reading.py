@@ -1,5 +1,4 @@
-"""Lets a model read windows of texts, and passes on its keys and values with weights by the attention that tokens
-get."""
+"""Runs a model on windows of texts, and passes on keys and values with the attention weights of tokens."""
 
 from __future__ import annotations
 
@@ -44,13 +43,13 @@ def read_windows(
     grids: Collection[PageGrid] = (),
     firsts: Sequence[int] | None = None,
 ) -> None:
-    """Let the model read each window.
+    """Run the model on each window.
 
     Args:
         windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
-        see: gets the keys and values of each layer for each window.
-        grids: page grids for which tokens are weighted. Without grids `see` gets no weights, and the keys and values of
-            all layers. With grids it gets those of packed layers only.
+        see: called with keys and values of each layer and window.
+        grids: page grids for which tokens are weighted. Without grids, `see` gets keys and values of all layers and no
+            weights. With grids, it gets packed layers only.
 
     Raises:
         ValueError: weights are requested, but a layer stores no keys and values (MLA).
@@ -72,8 +71,8 @@ def read_windows(
 def _observed_cache(
     model: Any, see: Callable[[int, tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]
 ) -> LowBitCache:
-    """A low-bit cache for one forward pass. Its packed layers store nothing: they pass on their keys and values, and
-    attend in full precision. Layers that are not packed (sliding windows) are those of transformers."""
+    """A low-bit cache for one forward pass. Its packed layers store nothing: they pass on keys and values, and attend in
+    full precision. Native layers (sliding windows) do not change."""
     cache = LowBitCache(model, "dense", "dense", backend="torch")
     for index, layer in enumerate(cache.layers):
         if layer not in cache.packed_layers:
@@ -88,8 +87,8 @@ def _observed_cache(
 
 
 class _Step:
-    """`LowBitLayer.step` and `attend` for a whole window: `[1, n, Hq, Dv]`. Of several layers that attend to the same
-    keys, the queries of the first count: the others may have the queries of the last tokens only."""
+    """`LowBitLayer.step` and `attend` for a whole window: `[1, n, Hq, Dv]`. If several layers attend to the same keys, the
+    queries of the first count: later layers may have queries of the last tokens only."""
 
     def __init__(self, see: Callable[[tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]):
         self._see, self._grids, self._seen = see, grids, False

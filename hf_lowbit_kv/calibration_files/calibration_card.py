@@ -1,4 +1,4 @@
-"""Uploads calibrations to a hub, with a card that shows their source and the measured loss of their presets."""
+"""Uploads calibrations to a hub, with a card that shows their source and measured accuracy."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ PRESET_FIELDS = {
 
 
 def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
-    """A model card in Markdown: the model, the runs, and what was measured.
+    """A model card in Markdown: the model, the calibration runs, and measured accuracy.
 
     Args:
         calibration: a `Calibration`.
-        measured: one mapping for each preset, as `hf-lowbit-kv eval perplexity --json` prints them: `preset`,
-            `bits_per_value`, `kl`, `top1` and `text`, the name of the text. The calibration must not have used this
-            text.
+        measured: one mapping per preset, as `hf-lowbit-kv eval perplexity --json` prints them: `preset`,
+            `bits_per_value`, `kl`, `top1` and `text`, the name of the text. The text must not be one of the calibration.
 
     Raises:
         ValueError: a mapping names a text that the calibration has used, or lacks `preset` or `kl`.
@@ -97,8 +96,7 @@ def push_to_hub(
     revision: str | None = None,
     commit_message: str | None = None,
 ) -> str:
-    """Upload a calibration as `file_name`, with its card. Returns the URL of the commit. See
-    `Calibration.push_to_hub`."""
+    """Upload a calibration as `file_name`, with its card. See `Calibration.push_to_hub`."""
     page = ModelCard(card(calibration, measured).replace("THIS_REPOSITORY", repo_id), ignore_metadata_errors=False)
     api = HfApi(token=token)
     api.create_repo(repo_id, private=private, exist_ok=True)

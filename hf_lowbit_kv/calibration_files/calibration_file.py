@@ -1,8 +1,8 @@
-"""Calibrations on disk: tensors by layer, side, transform and format, and a record of their source. Never pickled.
+"""Calibration files: tensors by layer, side, transform and format, and a record of their source. Never pickled.
 
 A file contains a digest of its content, so altered files are rejected. Files of earlier releases have no digest.
 
-One file serves several presets. Presets with the same transform and format share tensors. Names of tensors are
+One file can have the parameters of several presets, which share tensors of the same transform and format. Tensor names:
 
     layers.<index>.<keys|values>.<transform>.<parameter>              of a transform, e.g. layers.3.keys.smooth+hadamard.scale
     layers.<index>.<keys|values>.<transform>.<format>.<parameter>     of a format that stores the transform's output
@@ -30,12 +30,12 @@ from ..storage.content_digests import digest
 from .calibration_card import push_to_hub
 from .model_description import ACCEPTING, check_description, difference
 
-#: version of the file's content; files of other versions are rejected. In version 1 keys of `eigen` had no center, and
-#: pages of `static` had means of 8 bits. Files of version 1 without such tensors are read
+#: version of the content; files of other versions are rejected. In version 1, keys of `eigen` had no center, and pages of
+#: `static` had 8-bit means. Files of version 1 without such tensors are accepted
 VERSION = 2
 CHANGED_IN_2 = ("eigen", "static-")
 FILE_NAME = "calibration.safetensors"
-#: larger files are not read, because they must be damaged: the file of a model of 400B has about 100 MB
+#: larger files are rejected as damaged: the calibration of a 400B model has about 100 MB
 MOST_BYTES = 2**33
 
 
@@ -45,11 +45,9 @@ class Calibration:
 
     Attributes:
         tensors: by name; the module's docstring explains names.
-        model: the model that the tensors were made for: `name`, `model_type`, `layers`, `marks`, `weights` (see
-            `describe_model`).
-        source: the runs of `calibrate` that made the tensors. An entry holds presets, samples, length, seed, versions
-            and the names of the run's `tensors`. A dict, as in older files, becomes one entry with the names of all
-            tensors.
+        model: a description of the model: `name`, `model_type`, `layers`, `marks`, `weights` (see `describe_model`).
+        source: the runs of `calibrate` that made the tensors. An entry has presets, samples, length, seed, versions and
+            the names of its `tensors`. A dict, as in older files, becomes one entry with the names of all tensors.
         path: the file from which the calibration was loaded.
 
     Example:
@@ -69,7 +67,7 @@ class Calibration:
             self.source = [{**self.source, "tensors": sorted(self.tensors)}] if self.source else []
 
     def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
-        """One tensor. Raises `ValueError` if the calibration does not hold it."""
+        """One tensor. Raises `ValueError` if the calibration does not have it."""
         *stages, parameter = names
         name = ".".join(("layers", str(layer), side, *stages, parameter))
         if (tensor := self.tensors.get(name)) is None:
@@ -80,12 +78,12 @@ class Calibration:
         return tensor
 
     def contents(self) -> list[str]:
-        """The parts that the calibration has tensors for: `keys of smooth+hadamard.vq-d4b8`, ..."""
+        """The parts for which the calibration has tensors: `keys of smooth+hadamard.vq-d4b8`, ..."""
         parts = {tuple(name.split(".")[2:-1]) for name in self.tensors}
         return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in parts)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file. The file appears only when it is complete. Raises `OSError` if that fails."""
+        """Write a safetensors file, atomically. Raises `OSError` if that fails."""
         path = Path(path)
         metadata = {
             "format": "hf-lowbit-kv calibration",
@@ -121,8 +119,8 @@ class Calibration:
 
         Args:
             repo_id: `org/name`. The repository is created if it does not exist.
-            measured: measured loss of presets, for the card, on a text that the calibration has not used. One mapping
-                for each preset has `preset`, `kl`, and optionally `bits_per_value`, `top1` and `text`, as
+            measured: accuracy of presets for the card, on a text that the calibration has not used. One mapping per
+                preset, with `preset`, `kl`, and optionally `bits_per_value`, `top1` and `text`, as
                 `hf-lowbit-kv eval perplexity --json` prints them.
             private, token, revision, commit_message: as for `huggingface_hub.HfApi`.
 
@@ -130,8 +128,7 @@ class Calibration:
             The URL of the commit.
 
         Raises:
-            ValueError: `measured` lacks a field, or names a text that the calibration has used. Nothing is uploaded
-                then.
+            ValueError: `measured` lacks a field, or names a text that the calibration has used. Nothing is uploaded.
         """
         return push_to_hub(
             self,
@@ -150,8 +147,9 @@ class Calibration:
 
         Raises:
             ValueError: the file is not a calibration, is truncated, altered or of another version, or has numbers that
-                are not finite. TypeError: `source` is not a path. OSError: there is no such file, or it cannot be
-                opened.
+                are not finite.
+            TypeError: `source` is not a path.
+            OSError: there is no such file, or it cannot be opened.
         """
         path, label = find_file(source), f"calibration={str(source)!r}"
         with opened(path, label) as file:
@@ -169,12 +167,11 @@ class Calibration:
         return cls(tensors, file.model, file.source, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
-        """A calibration with the tensors of both. `other` must be for the same model, and its tensors replace those of
-        the same names. `source` drops runs whose tensors are all replaced.
+        """A calibration with the tensors of both. `other` must be for the same model, and its tensors replace tensors of
+        the same names. Runs whose tensors are all replaced are dropped from `source`.
 
         Raises:
-            ValueError: the models differ, or `other` changes a transform but not a format whose tensors depend on this
-                transform.
+            ValueError: the models differ, or `other` changes a transform, but not a format that depends on it.
         """
         if (reason := difference(self.model, other.model)) is not None:
             raise ValueError(f"calibrations for different models cannot be joined: {reason}")
@@ -225,7 +222,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 
 class OpenFile(NamedTuple):
-    """A calibration file that is open, its header read: what it says of the model and of its source."""
+    """An open calibration file with its header: the descriptions of the model and of the source."""
 
     handle: Any
     metadata: dict[str, str]
@@ -291,7 +288,7 @@ def _are_runs(source: Any) -> bool:
     )
 
 
-#: name of a hub repository -> its file, so that a process asks for each only once
+#: name of a hub repository -> its file, so that a process looks up each only once
 _of_hub: dict[str, Path] = {}
 
 

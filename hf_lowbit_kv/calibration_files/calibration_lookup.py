@@ -1,4 +1,4 @@
-"""Finds the calibration of a cache: the one that the user names, else one in the user's folder, else a bundled one."""
+"""Finds the calibration of a cache: the one that the user names, or else one in the user's folder, or a bundled one."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from .calibration_file import Calibration, find_file, opened
 from .model_description import ACCEPTING, describe_model, difference, marks_difference, weights_difference
 
 T = TypeVar("T")
-#: calibrations loaded for caches; descriptions of the models of files
+#: calibrations loaded for caches; descriptions of models in files
 _loaded: ReadOnce[Calibration] = ReadOnce(most=8)
 _descriptions: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
 
 
 @dataclass(frozen=True)
 class Borrowed:
-    """The argument `calibration=` of a cache that copies its tensors before others can see it. Until then caches may
-    share tensors, so a file is read only once while it does not change."""
+    """The argument `calibration=` of a cache that copies its tensors before it is used. Until then caches may share
+    tensors, so an unchanged file is read only once."""
 
     source: Calibration | str | Path | None
 
 
-@torch.inference_mode(False)  # PyTorch does not count changes of tensors made in inference mode
+@torch.inference_mode(False)  # inference tensors have no version counter
 def _load_once(source: str | Path) -> Calibration:
-    """`Calibration.load`, but callers share the result and must not change it."""
+    """`Calibration.load` with a shared result, which callers must not change."""
     return _loaded.get(find_file(source), lambda: Calibration.load(source))
 
 
 def user_folder() -> Path:
-    """The folder below `folders.cache_root` in which calibrations are looked up."""
+    """The user's folder of calibrations, below `folders.cache_root`."""
     return cache_root() / "calibrations"
 
 
 def user_file(model: Mapping[str, Any]) -> Path:
-    """The file of a model in the user's folder. Its name has the model's name and a hash of `model`
-    (`describe_model`)."""
+    """The file of a model in the user's folder. Its name contains the name and a hash of `model` (`describe_model`)."""
     weights = {
         kind: {name: f"{x[-1]:.2g}" for name, x in sums.items()} for kind, sums in model.get("weights", {}).items()
     }
@@ -57,7 +56,7 @@ def user_file(model: Mapping[str, Any]) -> Path:
 
 
 def bundled_folder() -> Path:
-    """Calibrations that come with the package."""
+    """The folder of calibrations in the package."""
     return Path(__file__).parent.parent / "bundled"
 
 
@@ -67,12 +66,12 @@ def find(
     allow_other_weights: bool = False,
     refused: list[str] | None = None,
 ) -> Iterator[Calibration]:
-    """Calibrations made for `model`: the user's, then the bundled ones. Both folders are searched at each call.
-    Unusable files are skipped with a warning until they are repaired.
+    """Calibrations made for `model`: the user's, then the bundled ones. Every call searches both folders. Unusable files
+    are skipped with a warning.
 
     Args:
-        allow_other_weights: those for other attention weights of the same sizes follow; embeddings must agree.
-        refused: gets a sentence for each file that is left out because of its attention weights.
+        allow_other_weights: then also yield those for other attention weights of the same sizes. Embeddings must agree.
+        refused: gets a sentence for each file that is skipped because of its attention weights.
     """
     if "marks" not in model:  # a configuration does not identify a model
         return
@@ -97,7 +96,7 @@ def find(
 
 
 def _model_of(path: Path) -> dict[str, Any]:
-    """The description of the model that a file was made for."""
+    """The description of the model in a file."""
     with opened(path, "the file") as file:
         return file.model
 
@@ -108,8 +107,8 @@ _skipping = threading.Lock()
 
 
 def _usable(path: Path, read: Callable[[], T]) -> T | None:
-    """The result of `read` for a file of a searched folder. `None` if the file has been removed, or if it is damaged. A
-    damaged file causes a warning the first time."""
+    """The result of `read` for a file of a searched folder. `None` if the file has been removed or is damaged; a damaged
+    file causes a warning the first time."""
     try:
         return read()
     except FileNotFoundError:
@@ -123,7 +122,7 @@ def _usable(path: Path, read: Callable[[], T]) -> T | None:
 
 
 def _skip(path: Path, reason: str) -> None:
-    """Warn that a file is not used, once for each file."""
+    """Warn once per file that it is not used."""
     with _skipping:
         warned = path in _skipped
         _skipped.add(path)
@@ -135,7 +134,7 @@ def _skip(path: Path, reason: str) -> None:
 
 
 class _WrongTensorError(ValueError):
-    """A tensor of a calibration does not have the shape that the layer needs."""
+    """A tensor of a calibration has another shape than the layer needs."""
 
 
 class CalibratedParameters(NamedTuple):
@@ -157,12 +156,12 @@ def parameters_for(
 
     Args:
         calibration: the user's argument. `None`: search the user's own files, then the bundled ones.
-        specs, sizes: for each packed layer its spec, and its number of KV heads with their sizes.
-        preset: name for messages. allow_other_weights: accept one that was made for other weights of the same sizes.
+        specs, sizes: by packed layer, its spec, and its number of KV heads with their sizes.
+        preset: name for messages. allow_other_weights: accept calibrations for other weights of the same sizes.
 
     Raises:
-        ValueError: there is no calibration, it was made for another model, or it lacks a tensor that a layer needs, or
-            has it in another shape.
+        ValueError: there is no calibration, it was made for another model, or it lacks a tensor, or has it in another
+            shape.
     """
     load: Callable[[Any], Calibration] = Calibration.load
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
@@ -210,8 +209,7 @@ def _how_to_make(
     preset: str | None,
     path: str | None = None,
 ) -> str:
-    """The command that makes the tensors that layers need, or a Python call if no preset has them. path: file to add
-    to."""
+    """The command that makes the missing tensors, or a Python call if no preset has them. path: file to add to."""
     candidates = [*filter(None, [preset]), *preset_names(), *PAPER_PRESETS]
     by_preset = {name: set(needs_of(get_preset(name).spec())) for name in candidates}
     makers = [
@@ -237,8 +235,8 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
 
 
 def _remark(calibration: Calibration, specs: Mapping[int, Any], model: Mapping[str, Any]) -> str | None:
-    """Remarks for users, or `None`: layers want tokens weighted by attention and the calibration was made without; it was
-    made for other weights; some weights were not compared."""
+    """Remarks for users, or `None`: the calibration was made without attention weights that layers use, or for other
+    weights, or some weights were not compared."""
     weights = weights_difference(calibration.model, model)
     weights = f"made for other weights ({weights})" if weights else weight_sums.remark(calibration.model, model)
     return "; ".join(filter(None, (_without_attention(calibration, specs), weights))) or None

@@ -1,4 +1,4 @@
-"""Descriptions of models in calibrations, and differences between two descriptions."""
+"""Descriptions of models in calibrations, and differences between descriptions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import torch
 
 from . import weight_sums
 
-#: how many numbers of its embedding identify a model; how much they may differ, relative to their root mean square
+#: number of values of its embedding that identify a model; allowed difference, relative to their root mean square
 MARKS, TOLERANCE = 64, 0.02
 #: how a user accepts a calibration of other weights
 ACCEPTING = "calibrate these weights (a fine-tune, adapters), or accept the loss with allow_other_weights=True"
-#: no weight is this large, so a file with a larger number is damaged
+#: weights are smaller, so a file with a larger number is damaged
 LARGEST_MARK = 1e39
 
 
 def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, ...]]) -> dict[str, Any]:
-    """A description that distinguishes a model from others.
+    """A description that identifies a model.
 
     Args:
-        layers: for each packed layer the number of KV heads and the sizes of their keys and values.
+        layers: by packed layer, the number of KV heads and the sizes of keys and values.
 
     Returns:
-        `name`, `model_type` and `layers` (index -> heads, sizes). A model with weights also has `marks`, which are
-        numbers of its embedding, and `weights`, which are sums of its attention's weights (`weight_sums`). `unread`
-        says why some weights are not in it.
+        `name`, `model_type` and `layers` (index -> heads, sizes). With weights also `marks`, values of the embedding, and
+        `weights`, sums of attention weights (`weight_sums`). `unread` is the reason why some weights are missing.
     """
     config = getattr(model_or_config, "config", model_or_config)
     config = config.get_text_config(decoder=True)
@@ -91,7 +90,7 @@ def weights_difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) ->
 
 
 def marks_difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """As `weights_difference`, for embeddings only."""
+    """The first difference between embeddings, or `None`."""
     if "marks" in made_for and "marks" in model:
         a, b = (torch.tensor(x["marks"], dtype=torch.float64) for x in (made_for, model))
         if a.shape != b.shape or not bool((a - b).abs().max() <= TOLERANCE * a.square().mean().sqrt() + 1e-12):

@@ -1,8 +1,8 @@
 """Sums of attention weights, which distinguish a model from its fine-tunes, and from itself with an adapter.
 
-Each tensor of an attention module is divided into `SUMS` groups of rows. A group's sum is over all its rows and `COLUMNS`
-neighbouring columns, with fixed factors, in float32. The last number of a tensor is the size that such sums have if signs
-are random. Quantized weights are dequantized, and active adapters count.
+Each tensor of an attention module is divided into `SUMS` groups of rows. The sum of a group is over all its rows and
+`COLUMNS` neighbouring columns, with fixed factors, in float32. The last number of a tensor is the size of such sums if
+signs are random. Quantized weights are dequantized, and active adapters are included.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 from ..storage.linear_weights import columns_of, is_ordinary, tensors_of
 
-#: sums of a tensor; columns of it that are read; the input of a quantized layer for a column: its bias counts less then
+#: sums per tensor; columns read per tensor; input of a quantized layer for a column, large so that its bias matters less
 SUMS, COLUMNS, UNIT = 8, 8, 1024.0
-#: how much sums of one tensor may differ, relative to their size: numbers of one kind, which differ in the order of
-#: additions; quantized ones, which may be dequantized in 16 bits; and of two kinds, one of them quantized
+#: allowed difference of the sums of a tensor, relative to their size: for numbers of one kind, which differ in the order
+#: of additions; for quantized ones, which may be dequantized in 16 bits; for two kinds, one of them quantized
 ALIKE, DEQUANTIZED, COARSE = 1e-3, 1e-2, 0.4
-#: of two plain dtypes: this many times the largest rounding error of a number
+#: for two plain dtypes: multiple of the largest rounding error
 ROUNDINGS = 1.5
 
 
@@ -30,8 +30,8 @@ class WeightSums(NamedTuple):
     """The sums of a model.
 
     Attributes:
-        sums: by kind of the stored numbers (a dtype, or the name of a quantized layer) and `LAYER.NAME`.
-        unread: why some tensors are not in it, or `None`.
+        sums: by kind of the stored numbers (a dtype, or the class of a quantized layer) and `LAYER.NAME`.
+        unread: the reason why some tensors are missing, or `None`.
         others: the other requested numbers.
     """
 
@@ -49,10 +49,10 @@ class _Part(NamedTuple):
 
 @torch.no_grad()
 def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> WeightSums:
-    """The sums of a model's attention modules. Waits once for each device.
+    """The sums of a model's attention modules. Waits once per device.
 
     Args:
-        layers: indices of the layers that are packed. others: numbers `[n]` to copy from the device together with these.
+        layers: indices of the packed layers. others: numbers `[n]` to copy from the device with the sums.
     """
     parts, unread = [], dict[str, None]()
     if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
@@ -70,7 +70,7 @@ def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> 
 
 
 def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """The first tensor whose sums differ, in words, or `None`. Tensors that only one of two models has do not count."""
+    """A text on the first tensor whose sums differ, or `None`. Tensors that only one model has are not compared."""
     ours, theirs = _by_name(made_for), _by_name(model)
     for name, (kind, numbers) in ours.items():
         if name not in theirs:
@@ -87,7 +87,7 @@ def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | N
 
 
 def tolerance(kind: str, other: str) -> float:
-    """How much the sums of two tensors may differ, whose numbers are of these kinds."""
+    """The allowed relative difference of sums of numbers of these kinds."""
     plain = [rounding for each in (kind, other) if (rounding := _rounding(each)) is not None]
     if kind == other:
         return ALIKE if plain else DEQUANTIZED
@@ -95,7 +95,7 @@ def tolerance(kind: str, other: str) -> float:
 
 
 def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
-    """The weights that were not compared, in words for `summary()`, or `None`. Arguments: descriptions of models."""
+    """A remark for `summary()` on weights that were not compared, or `None`. Arguments: descriptions of models."""
     if not made_for.get("weights"):
         return f"weights of attention not compared: the file has no sums ({made_for.get('unread') or 'an older one'})"
     if "weights" not in model:
@@ -123,7 +123,7 @@ def _rounding(kind: str) -> float | None:
 
 
 def attention_modules(model: Any, layers: set[int]) -> Iterator[tuple[int, torch.nn.Module]]:
-    """The attention module of each of these layers: the innermost modules that have an index, of the text model."""
+    """The attention module of each of these layers: the innermost module of the text model with this `layer_idx`."""
     config = model.config
     kinds = {config.model_type, config.get_text_config(decoder=True).model_type}
     yielded = set()
@@ -140,7 +140,7 @@ def attention_modules(model: Any, layers: set[int]) -> Iterator[tuple[int, torch
 
 
 def _parts_of(module: Any, prefix: str, dtype: torch.dtype) -> Iterator[_Part | str]:
-    """The parts of a module's tensors that are summed; in place of a tensor that cannot be read, the reason."""
+    """The summed parts of a module's tensors. For a tensor that cannot be read, the reason."""
     for name, tensor in module._parameters.items():
         if tensor is not None:
             yield from _plain_part(f"{prefix}.{name}", tensor)
@@ -156,12 +156,12 @@ def _parts_of(module: Any, prefix: str, dtype: torch.dtype) -> Iterator[_Part | 
 
 
 def _adapts_nothing(layer: Any) -> bool:
-    """Whether an adapter (PEFT) is switched off, or part of the weight that it is attached to."""
+    """Whether an adapter (PEFT) is disabled, or merged into its base weight."""
     return bool(getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False))
 
 
 def _is_quantized(layer: torch.nn.Module) -> bool:
-    """Whether a layer multiplies with a weight that is stored in another way than as floats."""
+    """Whether a layer has a weight that is not stored as floats."""
     tensors = [*layer._parameters.values(), *layer._buffers.values()]
     return not layer._modules and not all(x is None or is_ordinary(x) for x in tensors)
 
@@ -177,20 +177,20 @@ def _plain_part(name: str, tensor: torch.Tensor) -> Iterator[_Part | str]:
 
 
 def _out_of_reach(tensor: torch.Tensor) -> str | None:
-    """Why the numbers of a tensor are not all in the memory of this process, or `None`."""
+    """The reason why a tensor is not completely in the memory of this process, or `None`."""
     if tensor.is_meta:
         return OFFLOADED
     return SHARDS if hasattr(tensor, "device_mesh") or not tensor.numel() else None  # DTensor; DeepSpeed
 
 
 def _columns(width: int) -> slice:
-    """The columns that are read: whole words of packed weights, away from the edge."""
+    """The columns to read: whole words of packed weights, away from the edge."""
     first = max(min(width // 3 // COLUMNS * COLUMNS, width - COLUMNS), 0)
     return slice(first, min(first + COLUMNS, width))
 
 
 def _evaluated_parts(name: str, layer: Any, dtype: torch.dtype) -> Iterator[_Part | str]:
-    """The weight and the bias of a layer that is quantized or has adapters, as its outputs show them."""
+    """The weight and the bias of a layer that is quantized or has adapters, computed from its outputs."""
     base = layer
     while hasattr(base, "base_layer"):
         base = base.base_layer
@@ -205,7 +205,7 @@ def _evaluated_parts(name: str, layer: Any, dtype: torch.dtype) -> Iterator[_Par
         weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
         plain = isinstance(weight, torch.Tensor) and is_ordinary(weight)
         kind = str(weight.dtype).removeprefix("torch.") if plain else type(base).__name__  # type: ignore[union-attr]
-        if not plain and type(base) is torch.nn.Linear:  # the tensor is what is quantized
+        if not plain and type(base) is torch.nn.Linear:  # a quantized tensor in a plain layer
             kind = type(weight).__name__
         columns = _columns(width)
         try:
@@ -221,7 +221,7 @@ def _evaluated_parts(name: str, layer: Any, dtype: torch.dtype) -> Iterator[_Par
 
 def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple[list[list[float]], list[float]]:
     """The sums of each matrix `[rows, columns]`, and the other numbers. Matrices of one shape, dtype and device are
-    added together."""
+    processed together."""
     alike: dict[tuple, list[int]] = {}
     for number, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
@@ -251,7 +251,7 @@ def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple
 
 
 def _factors(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Numbers in (-1.5, -0.5) and (0.5, 1.5) in a fixed order, float32 `[rows, columns]`: rows do not cancel out."""
+    """Fixed numbers in (-1.5, -0.5) and (0.5, 1.5), float32 `[rows, columns]`: rows do not cancel out."""
     index = torch.arange(1, rows * columns + 1, device=device)
     fraction = (index * 2654435769 % 2**32).float() / 2**32  # multiples of the golden ratio
     return torch.where(fraction < 0.5, fraction - 1.5, fraction + 0.5).view(rows, columns)

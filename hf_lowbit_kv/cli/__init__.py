@@ -1,7 +1,7 @@
 """The command `hf-lowbit-kv`. Results go to standard output, progress and errors to standard error.
 
-The files of this folder declare the options. They import torch, transformers and whatever brings them inside functions
-only, so help, `--version` and `presets` come at once.
+The files of this folder declare the options. They import torch, transformers and modules that need them only inside
+functions, so help, `--version` and `presets` are fast.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command and exit: 0 if it worked, 1 for an error that its message explains, 2 for wrong options, 130 after
+    """Run the command and exit with status 0 for success, 1 for an error with a message, 2 for wrong options, or 130 after
     Ctrl-C."""
     try:
         from .application import run

@@ -40,11 +40,12 @@ _print_traceback = False
 
 
 def run(args: list[str] | None = None, commands: typer.Typer = app, name: str = "hf-lowbit-kv") -> None:
-    """Run a command and exit, see `cli.main`. commands, name: another application with the same errors, and its name."""
+    """Run a command and exit; see `cli.main`. commands, name: another application with the same error handling, and its
+    name."""
     try:
         commands(args=args, prog_name=name)
     except (ValueError, OSError, ImportError) as error:
-        # these errors say what the user can change; any other error is a defect and needs its traceback
+        # messages of these errors say what the user can change; any other error is a defect and needs its traceback
         if _print_traceback:
             raise
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)

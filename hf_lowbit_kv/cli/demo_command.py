@@ -28,7 +28,7 @@ from .shared_options import (
 if TYPE_CHECKING:
     from ..eval.demo import Answer
 
-#: presets of the demo: the default, and one with about 2 bits that needs no calibration
+#: presets of the demo: the default, and a 2-bit one that needs no calibration
 PRESETS = (DEFAULT_PRESET, "kitty-pro")
 #: answers side by side
 COLUMNS = 3
@@ -50,7 +50,7 @@ def demo(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a model answer a question about a text, with the full-precision cache and with presets. Compare the answers."""
+    """Answer a question about a text with the full-precision cache and with presets, and compare the answers."""
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(PRESETS)])
     if prompt is not None and not prompt.strip():
@@ -82,7 +82,7 @@ def _print_answers(console: Console, reference: Answer, rows: list[dict[str, Any
     """Print the answers side by side. Text that differs from full precision has another colour.
 
     Args:
-        agreeing: for each row the beginning of its answer that agrees with full precision.
+        agreeing: for each row, the beginning of its answer that agrees with full precision.
     """
     answers = [("full precision", Text(reference.text.strip()))]
     for row, same in zip(rows, agreeing):
@@ -99,7 +99,7 @@ def _print_answers(console: Console, reference: Answer, rows: list[dict[str, Any
 
 
 def _in_words(row: dict[str, Any], same: str) -> str:
-    """The saved memory, and the changed text. same: the beginning of its answer that agrees with full precision."""
+    """A line with saved memory and changed text. same: the beginning of its answer that agrees with full precision."""
     ratio = row["kv_bytes_full"] / row["kv_bytes"]
     size = f"{ratio:.1f} times smaller" if ratio >= 1 else f"{1 / ratio:.1f} times larger"
     megabytes = f"{row['kv_bytes'] / 1e6:.1f} MB, in 16 bits {row['kv_bytes_full'] / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv eval ...` and `hf-lowbit-kv recommend`: measurements of presets."""
+"""`hf-lowbit-kv eval ...`: measurements of presets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lm_eval(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run lm-eval's tasks through the cache. The table has full precision and each preset.
+    """Run tasks of lm-eval with full precision and with each preset.
 
     Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
@@ -98,7 +98,7 @@ def lm_eval(
         dtype=getattr(torch, dtype) if dtype else None,
     )
     for name in names:
-        lm.use(name, **cache_options)  # raises before the measurement if a preset cannot be used
+        lm.use(name, **cache_options)  # raises before any measurement
     rows = evaluate(lm, [FULL, *names] if full else names, task_names, context.args, **cache_options)
     data_parallel.leave()
     if lm.rank != 0:
@@ -111,7 +111,7 @@ def lm_eval(
 
 
 def _options_of_lm_eval(options: list[str]) -> list[str]:
-    """Names from repeated and comma-separated options, each once."""
+    """Unique names from repeated and comma-separated options."""
     return list(dict.fromkeys(name.strip() for option in options for name in option.split(",") if name.strip()))
 
 
@@ -140,7 +140,7 @@ def needle(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hide a fact in a text, at several depths and lengths. Does the model find it with each preset?"""
+    """Hide a fact in a text at several depths and lengths, and measure whether the model finds it with each preset."""
     names = resolve_presets(preset)
     from ..eval import needle as task
 
@@ -230,7 +230,7 @@ def perplexity(
 
 
 def _cells_of_scores(row: dict[str, Any]) -> dict[str, str]:
-    """A preset's row of the table, narrow enough for 80 columns."""
+    """The row of a preset, for a table of 80 columns."""
     return {
         "preset": row["preset"],
         "bits": f"{row['bits_per_value']:.2f}",
@@ -245,7 +245,7 @@ def _cells_of_scores(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _print_positions(rows: list[dict[str, Any]]) -> None:
-    """Print one row for each preset and one column for each range of positions."""
+    """Print a row per preset with a column per range of positions."""
     for metric in ("kl", "top1"):
         cells = [
             {"preset": row["preset"]}
@@ -256,7 +256,7 @@ def _print_positions(rows: list[dict[str, Any]]) -> None:
 
 
 eval_app = typer.Typer(help="Compare presets with the full-precision cache.", no_args_is_help=True)
-#: measurements that several processes can share
+#: commands that can run in several processes
 SHARED = ("perplexity", "lm-eval")
 
 
@@ -268,7 +268,7 @@ def _check_processes(context: typer.Context) -> None:
 
 add_command(eval_app, "perplexity", perplexity, extra="eval", extra_for=f"{MEASURING}, --dataset, several processes")
 add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
-# options that these commands do not know are passed to lm-eval
+# unknown options of these commands are passed to lm-eval
 add_command(
     eval_app,
     "protocol",

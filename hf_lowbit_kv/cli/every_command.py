@@ -1,4 +1,4 @@
-"""Parts of every command: `--import FILE` for formats and presets of the user, and a line of help on extras."""
+"""Common parts of all commands: `--import FILE` for the user's formats and presets, and a help line on extras."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def import_files(paths: list[Path] | None) -> None:
     """Run Python files that register formats and presets, each once.
 
     Raises:
-        ValueError: a file is not a Python file. ImportError: a file raises; the message says where.
+        ValueError: a file is not a Python file.
+        ImportError: a file raises; the message says where.
     """
     for path in paths or []:
         if path.suffix != ".py":
@@ -50,7 +51,7 @@ def import_files(paths: list[Path] | None) -> None:
 
 
 def _load_installed() -> None:
-    """Load the formats that installed packages announce. Without such a package nothing is imported."""
+    """Load the formats that installed packages register. Imports nothing if there are none."""
     if importlib.metadata.entry_points(group="hf_lowbit_kv.formats"):
         from ..formats.installed import load_installed
 
@@ -85,9 +86,8 @@ def add_command(
     """Add a command to the application, with `--import`, which runs before the command.
 
     Args:
-        extra: the project's extra that the command may need, for the help text. extra_for: why the command needs the
-            extra.
-        options: those of `typer.Typer.command`.
+        extra: extra of this project that the command may need, for the help text. extra_for: when it is needed.
+        options: options of `typer.Typer.command`.
     """
     needs = "Needs no extra packages." if extra is None else f"Needs {_install(extra)} ({extra_for})."
     text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{escape(needs)}"
@@ -95,7 +95,7 @@ def add_command(
 
 
 def need(extra: str, *modules: str) -> None:
-    """Raise `ImportError` if a package of an extra is missing. The message has the command that installs the extra."""
+    """Raise `ImportError` if a package of an extra is missing. The message names the command that installs it."""
     if lacking := [name for name in modules if importlib.util.find_spec(name) is None]:
         raise ImportError(f"this command needs {', '.join(lacking)}: {_install(extra)}")
 

@@ -1,4 +1,4 @@
-"""Presets that only lack a calibration of the model: finds those within a budget, and calibrates them."""
+"""Finds presets within a budget that only lack a calibration of the model, and calibrates them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..presets import get_preset, preset_names
 
 
 def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
-    """Presets that would meet the budget and only lack a calibration, of `names` or else of all listed presets."""
+    """Presets within the budget that only lack a calibration, of `names` or else of all listed presets."""
     dense = LowBitCache(model, "dense", "dense")
     if dense.spec.reading.name != "separate":
         return []  # presets for latents have no parameters
@@ -61,10 +61,10 @@ def make(
     measured: Path,
     progress: bool | Report = True,
 ) -> Path:
-    """Calibrate presets, and add the calibration to the user's file of this model, where caches find it.
+    """Calibrate presets, and add the result to the user's file of this model, where caches find it.
 
     Args:
-        texts: texts for the calibration. measured: the text on which accuracy is measured.
+        texts: files for the calibration. measured: the file on which accuracy is measured.
 
     Raises:
         ValueError: `measured` is one of `texts`, or `texts` are too short.

@@ -27,7 +27,7 @@ def presets(
     every: Annotated[bool, typer.Option("--all", help="List all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the recommended presets and their bits per number. The bits include scales and the 16-bit window.
+    """List the recommended presets and their bits per value. The bits include scales and the 16-bit window.
 
     With --json the list always has all presets.
     """
@@ -47,7 +47,7 @@ def presets(
 
 
 def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
-    """The size of a preset, without torch if its bits are in `BITS_OF_A_PAGE`."""
+    """The table row of a preset. Needs no torch if its bits are in `BITS_OF_A_PAGE`."""
     bits = bits_per_value(preset, tokens) if head_dim == HEAD_DIM else None
     if preset.name in LISTED and bits is not None:
         calibrated = is_calibrated(preset)

@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv eval protocol`: evaluations that papers report."""
+"""`hf-lowbit-kv eval protocol`: the evaluations of papers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def protocol(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what papers report: perplexity of WikiText-2 in chunks of 16 tokens, or GSM8K and LongBench.
+    """Run the evaluations of papers: perplexity of WikiText-2 in chunks of 16 tokens, or GSM8K and LongBench.
 
     With --name kivi, all other options go to lm-eval, e.g. --limit 200.
     """
@@ -88,7 +88,7 @@ def protocol(
 
     quiet()
     parse_options(task_names, context.args)
-    # a prompt is read whole, as in the papers, so some answers need no packed token
+    # prompts are read whole, as in the papers, so some answers read no packed token
     lm = LowBitLM(
         model,
         allow_unpacked=True,

@@ -73,9 +73,9 @@ def recommend(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Measure the presets within a budget, and name the best one.
+    """Measure the presets within a budget, and recommend the best one.
 
-    Presets that need a calibration take part if the model has one, or with --calibrate.
+    Presets that need a calibration are included if the model has one, or with --calibrate.
     """
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
@@ -131,8 +131,7 @@ def _calibrate_first(
     texts: list[Path] | None,
     measured: Path,
 ) -> None:
-    """Make the calibrations that presets within the budget lack, if the user wants them. Else name the presets left
-    out."""
+    """Make missing calibrations for presets within the budget, if the user agrees. Otherwise print the excluded presets."""
     from ..calibration.calibration_cost import cost
     from ..calibration.progress import LogLines
     from . import missing_calibrations
@@ -144,7 +143,7 @@ def _calibrate_first(
     if confirmed is None and sys.stdin.isatty() and console.is_terminal:
         confirmed = typer.confirm(f"{announcement}. Make it?", err=True)
     if not confirmed and names:
-        return  # presets named by the user are not left out: they raise, and the message says how to calibrate
+        return  # presets named by the user are not excluded: they raise with the command that calibrates
     if not confirmed:
         console.print(f"left out: {announcement} (--calibrate)", markup=False, soft_wrap=True)
         return

@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv serve`: a model with OpenAI's API."""
+"""`hf-lowbit-kv serve`: serves a model with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def serve(
 ) -> None:
     """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health.
 
-    The server is transformers' own. It writes many answers at once, and prompts that begin alike share packed pages.
+    The server is transformers' own. It batches requests, and prompts with a common prefix share packed pages.
     """
     need("serve", "accelerate", "fastapi", "uvicorn", "openai")
     get_preset(preset)

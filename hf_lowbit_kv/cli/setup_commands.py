@@ -1,4 +1,4 @@
-"""`hf-lowbit-kv doctor`, `calibrate`, `share` and `fits`: commands for setting up a machine and a model."""
+"""`hf-lowbit-kv doctor`, `calibrate`, `share` and `fits`: commands that set up a machine and a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(
     ] = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Say what runs on this machine, and what is missing. The exit code is 1 if nothing runs."""
+    """Show what runs on this machine, and what is missing. The exit code is 1 if nothing runs."""
     from ..diagnosis import doctor as examine
 
     diagnosis = examine(device)
@@ -88,9 +88,9 @@ def calibrate(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Let a model read texts, and make the parameters that calibrated presets (eigen-2, eigen-3) need.
+    """Compute the parameters of calibrated presets (eigen-2, eigen-3) from texts that a model reads.
 
-    If the file exists, the command adds to it: calibrations of other presets stay.
+    If the file exists, the command adds to it, and keeps calibrations of other presets.
     """
     names = resolve_presets(preset or ["eigen-2"])
     paths = text or calibration_texts()
@@ -185,15 +185,17 @@ def fits(
     every: Annotated[bool, typer.Option("--all", help="Print all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how much GPU memory a model and its cache need with each preset, and whether that fits.
+    """Show how much GPU memory a model and its cache need with each preset, and whether that fits.
 
-    The count includes weights, cache, reading a prompt, and CUDA. With --json the list always has all presets.
+    The count includes weights, cache, prefill, and CUDA. With --json the list always has all presets.
     """
     names = resolve_presets(preset) or None
     from ..planning.fits import fits as memory_fits
 
     count = len(names or preset_names())
-    with progress(count, after=2.0, logged=False) as begin:  # slowest: makes a cache of each preset on the meta device
+    with progress(
+        count, after=2.0, logged=False
+    ) as begin:  # the slow part makes a cache of each preset on the meta device
         table = memory_fits(
             model, context, memory, rows=rows, weights=weights, presets=names, report=lambda name, *_: begin(name)
         )

@@ -1,5 +1,5 @@
-"""Options and output that commands share. As all files of this folder, it imports torch, transformers and whatever
-brings them only inside functions: help must come at once."""
+"""Options and output that commands share. Like all files of this folder, it imports torch, transformers and modules that
+need them only inside functions, so that help is fast."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _INTEGER = re.compile("-?[0-9]+")
 DTYPES = ("float32", "float16", "bfloat16")
-#: name in JSON -> shorter heading in tables, so that they fit into 80 columns
+#: name in JSON -> heading in tables of 80 columns
 HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
 
 PresetOption = Annotated[
@@ -76,12 +76,12 @@ CalibrationOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")]
 JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
 
-#: why a command that measures may need the extra `eval`
+#: when a measuring command needs the extra `eval`
 MEASURING = "for the bundled model and texts, if you give no --model or --text"
 
 
 def resolve_presets(options: list[str] | None) -> list[str]:
-    """Checked names of presets, from repeated and comma-separated options. Empty if there are no options."""
+    """Validated preset names from repeated and comma-separated options. Empty if there are no options."""
     names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
@@ -89,7 +89,7 @@ def resolve_presets(options: list[str] | None) -> list[str]:
 
 
 def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:
-    """The listed presets that serve the model. Prints the other presets, with reasons, to standard error."""
+    """The listed presets that support the model. Prints the others, with reasons, to standard error."""
     from ..eval.preset_search import fitting_presets
 
     names, reasons = fitting_presets(model, overrides)
@@ -101,8 +101,8 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
 
 
 def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:
-    """`--set` and `--calibration` as arguments of `from_preset`. Values that are valid JSON are parsed, and others are
-    text. The calibration is read once."""
+    """`--set` and `--calibration` as arguments of `from_preset`. Values are parsed as JSON if they are valid JSON, else they
+    are text. The calibration is read once."""
     if options:
         from ..cache.cache_options import PresetCacheOptions, unknown_option
     overrides: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             overrides[name] = json.loads(value)
         except json.JSONDecodeError:
             overrides[name] = value
-        if name == "per_layer" and isinstance(overrides[name], dict):  # JSON has no integers as keys
+        if name == "per_layer" and isinstance(overrides[name], dict):  # keys of JSON objects are text
             overrides[name] = {
                 int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()
             }
@@ -130,7 +130,7 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """The model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
+    """Load the model and its tokenizer. name, device, dtype: values of `--model`, `--device` and `--dtype`."""
     check_dtype(dtype)
     import torch
     import transformers
@@ -141,7 +141,7 @@ def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, 
 
 
 def ran_on(model: Any, name: str | None) -> str:
-    """The setting of a measurement, for the title of its table: model, dtype and device. name: the value of `--model`."""
+    """Model, dtype and device of a measurement, for the title of its table. name: the value of `--model`."""
     from ..eval.provenance import device_name
 
     return f"{model_name(name)}, {str(model.dtype).removeprefix('torch.')}, {device_name(model.device)}"
@@ -154,7 +154,7 @@ def check_dtype(name: str | None) -> None:
 
 
 def check_device(name: str | None) -> torch.device | str | None:
-    """The device with this name, or `"auto"`. Raises `ValueError` if torch cannot use it."""
+    """The device of this name, or `"auto"`. Raises `ValueError` if torch cannot use it."""
     if name == AUTO:
         return name
     import torch
@@ -169,7 +169,7 @@ def check_device(name: str | None) -> torch.device | str | None:
 
 
 def device_of_process(name: str | None) -> str | None:
-    """`--device` for this process. If there are several processes on GPUs, each takes its own GPU.
+    """`--device` for this process. Of several processes on GPUs, each uses its own GPU.
 
     Raises:
         ValueError: there are several processes, and `--device` names one GPU for all of them, or is `auto`.
@@ -189,7 +189,7 @@ def device_of_process(name: str | None) -> str | None:
 
 
 def refuse_several_processes(command: str) -> None:
-    """Raise `ValueError` if a launcher has started several processes, because each would do all the work."""
+    """Raise `ValueError` if a launcher has started several processes: each would do all the work."""
     if (count := process_count()) > 1:
         raise ValueError(
             f"`{command}` runs in one process, and WORLD_SIZE={count}: start it without accelerate launch or torchrun. "
@@ -199,11 +199,11 @@ def refuse_several_processes(command: str) -> None:
 
 @contextmanager
 def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[Any]:
-    """Show a bar on standard error. Yields a function to call at the beginning of each step, with the step's name.
+    """Show a bar on standard error. Yields a function to call with the name of each step, when it begins.
 
     Args:
-        after: seconds before which nothing is shown. logged: whether to print a line for each step if standard error is
-            no terminal.
+        after: seconds before anything is shown. logged: whether to print a line per step if standard error is not a
+            terminal.
     """
     columns = (
         SpinnerColumn(),
@@ -236,7 +236,7 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
 
 
 def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
-    """Rows as a table. Columns of numbers, and those from `numbers_from` on, are aligned to the right."""
+    """Print rows as a table. Columns of numbers, and those from `numbers_from` on, are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, (column, cell) in enumerate(rows[0].items()):
         right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
@@ -244,18 +244,18 @@ def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()))
     console = Console()
-    # printed apart, because a table would wrap its title to the width of the table
+    # printed separately: a table would wrap its title to its own width
     console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
 
 
 def error_of_kl(row: dict[str, Any]) -> str:
-    """The standard error of KL for a table; `"-"`: there are too few positions for one."""
+    """The standard error of KL for a table; `"-"` if there are too few positions."""
     return "-" if row["kl"] > 0 and row["kl_error"] == 0 else f"{row['kl_error']:.2g}"
 
 
 def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:
-    """Print rows as a JSON list, or an object, to standard output. NaN and infinity become null, as JSON lacks them."""
+    """Print a JSON list or object to standard output. NaN and infinity, which JSON lacks, become null."""
     print(json.dumps(_finite(rows), indent=2, ensure_ascii=False, allow_nan=False), flush=True)
 
 

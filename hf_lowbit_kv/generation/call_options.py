@@ -31,11 +31,11 @@ _UNLISTED_OPTIONS = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `generate`. It is made once, after all checks, and never changes.
+    """The checked arguments of a `generate` call. Immutable.
 
     Attributes:
-        model: unwrapped. prompt: keyword arguments of `model.generate`. tokens: tokens of the prompt in each row.
-        rows: rows of the cache: the prompt's rows times the number of texts that are written for each.
+        model: unwrapped. prompt: the prompt as keyword arguments of `model.generate`. tokens: its tokens per row.
+        rows: rows of the cache: the rows of the prompt times the sequences to generate for each.
         new_tokens: largest number of tokens to write. step: one of `STEPS`. fuse: see `generate`.
         options: the caller's options for `model.generate`.
     """
@@ -66,7 +66,7 @@ class Call:
         check_options(model, options)
         rows, tokens = prompt_shape(prompt)
         check_mask({**prompt, **options}.get("attention_mask"), rows, tokens)
-        new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)  # `max_length` is in it
+        new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)  # takes `max_length` into account
         rows *= return_sequences(model, options)
         check_sampling(model, prompt.get("input_ids"), options)
         others = {name: value for name, value in options.items() if name not in (*PROMPTS, "max_length")}
@@ -79,12 +79,12 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments for `model.generate`, without the cache and without those that depend on how steps run."""
+        """The arguments for `model.generate`, without the cache and the options that depend on `step`."""
         return {**self.prompt, "max_new_tokens": self.new_tokens, **self.options}
 
 
 def prompt_of(inputs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt as keyword arguments: `inputs`, or the prompt among the options."""
+    """The prompt as keyword arguments, from `inputs` or else from the options."""
     named: dict[str, Any] = {name: options[name] for name in PROMPTS if name in options}
     if inputs is None:
         return named
@@ -94,14 +94,14 @@ def prompt_of(inputs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cache_of(past_key_values: Any, cache: Any) -> Any:
-    """The cache to continue: `past_key_values`, or `cache`, its name in transformers since 5.24."""
+    """The cache to continue: `past_key_values`, or `cache` (its name in transformers since 5.24)."""
     if cache is not None and past_key_values is not None:
         raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
     return past_key_values if cache is None else cache
 
 
 def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
-    """How the steps run, after checking that they can."""
+    """How steps run. Raises if they cannot run that way."""
     if step not in (None, *STEPS):
         raise ValueError(f"step={step!r} is not known; allowed: {', '.join(map(repr, STEPS))}")
     configured = getattr(options.get("generation_config"), "compile_config", None)
@@ -142,8 +142,7 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
 
 
 def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """A generation setting: that of the call; otherwise of the call's generation configuration; otherwise of the
-    model's."""
+    """A generation setting: from the call, else from its generation configuration, else from the model's."""
     if options.get(name) is not None:
         return options[name]
     for config in (options.get("generation_config"), model.generation_config):
@@ -155,7 +154,7 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
 def options_of_cache(
     cache_options: Mapping[str, Any] | None, calibration: Any, allow_other_weights: bool = False
 ) -> Mapping[str, Any] | None:
-    """The options of a new cache: the caller's, and the arguments for its calibration."""
+    """The options of a new cache: the caller's options and the calibration arguments."""
     if not isinstance(cache_options, Mapping | None):
         raise TypeError(f"cache_options={cache_options!r} is not allowed; it must be a dict of options, or None")
     check_choice("allow_other_weights", allow_other_weights)
@@ -176,7 +175,7 @@ def return_sequences(model: Any, options: Mapping[str, Any]) -> int:
 
 
 def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, Any], tokens: int) -> int:
-    """Largest number of tokens to write. `max_length` among the options also sets it."""
+    """Largest number of tokens to generate, from `max_new_tokens` or `max_length`."""
     length = options.get("max_length")
     if max_new_tokens is not None and length is not None:
         raise ValueError(f"max_new_tokens={max_new_tokens} and max_length={length} are both given; give one of them")
@@ -200,7 +199,7 @@ def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, 
 
 
 def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and tokens of the prompt. Raises for ids that are not integers."""
+    """Rows of the prompt and tokens per row. Raises if ids are not integers."""
     prompt = ids = inputs.get("input_ids")
     if prompt is None:
         prompt = inputs.get("inputs_embeds")
@@ -219,10 +218,10 @@ def _described(prompt: Any) -> str:
 
 
 def warn_of_length(model: Any, tokens: int, length: int) -> None:
-    """Warn before a text is read that may become longer than the model's positions.
+    """Warn if the sequence may become longer than the model's positions.
 
     Args:
-        tokens: of the prompt, padding included. length: with all tokens that may be written.
+        tokens: length of the prompt, padding included. length: the prompt and all tokens that may be generated.
     """
     longest = longest_text(model.config)
     if longest is not None and length > longest:
@@ -236,7 +235,7 @@ def warn_of_length(model: Any, tokens: int, length: int) -> None:
 
 
 def check_mask(mask: Any, rows: int, tokens: int) -> None:
-    """Raise for a padding mask of another shape than the prompt. Masks with more dimensions are refused later."""
+    """Raise if a padding mask does not have the shape of the prompt. Masks with more dimensions are rejected later."""
     if isinstance(mask, torch.Tensor) and mask.dim() <= 2 and tuple(mask.shape) != (rows, tokens):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; it must be [batch, tokens], here {(rows, tokens)}"
@@ -253,18 +252,18 @@ def check_names(
     own: Collection[str],
     model_inputs: bool = True,
 ) -> None:
-    """Raise for an option that a call does not take.
+    """Raise if an option is unknown.
 
     Args:
-        caller: name of the function, for the message. model: unwrapped. options: those that the user gave by name.
+        caller: name of the function, for the message. model: unwrapped. options: keyword arguments of the call.
         own: names of the function's own options.
-        model_inputs: whether the function also takes further options of `model.generate`, and inputs of the model
-            (`pixel_values`, `token_type_ids`). As in `model.generate`, their value may be `None` for any model.
+        model_inputs: whether the function also accepts options of `model.generate` and inputs of the model
+            (`pixel_values`, `token_type_ids`). As in `model.generate`, any input may be `None`.
 
     Raises:
-        ValueError: an option is not known. The message says where an option of the cache belongs, or names the nearest
-            option.
-        TypeError: `generation_config` is none.
+        ValueError: an option is unknown. The message says where an option of the cache belongs, or suggests a similar
+            name.
+        TypeError: `generation_config` is not a `GenerationConfig`.
     """
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
@@ -279,13 +278,13 @@ def check_names(
 
 
 def _settings(model: Any, config: Any) -> set[str]:
-    """Names of the settings of a generation configuration, including those that a user has added."""
+    """Names of all generation settings, including those that the user has added."""
     configs = (each for each in (GenerationConfig(), model.generation_config, config) if each is not None)
     return {name for each in configs for name in vars(each) if not name.startswith("_")}
 
 
 def _is_model_input(model: Any, name: str) -> bool:
-    """Whether the model takes an input of this name. transformers decides."""
+    """Whether the model accepts an input of this name, according to transformers."""
     try:
         model._validate_model_kwargs({name: True})
     except ValueError:

@@ -1,4 +1,4 @@
-"""Layers that the user has compiled stay compiled in a recorded step."""
+"""Keeps layers that the user has compiled compiled inside recorded steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _as_compiled = ProcessWide(lambda: torch.compiler.set_stance("fail_on_recompile"
 
 
 def recorded_as_compiled(model: nn.Module, capturing: bool = False) -> contextlib.AbstractContextManager:
-    """Inside, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled, because a
-    recorded step consists of the launches of the model itself.
+    """Inside, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled: a recorded
+    step captures the launches of the uncompiled model.
 
     Args:
-        capturing: whether the step is being recorded; then nothing may be compiled.
+        capturing: whether the step is being captured. Compilation then raises.
     """
     if _compiled(model):
         return _uncompiled()
@@ -31,13 +31,13 @@ def recorded_as_compiled(model: nn.Module, capturing: bool = False) -> contextli
 
 
 def compilations() -> int:
-    """How often torch has compiled anything in this process, as far as it reports that."""
+    """Number of compilations in this process that torch has counted."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else sum(utils.counters["frames"].values())
 
 
 def why_not_recorded_compiled(model: nn.Module) -> str | None:
-    """Why the compiled layers of this model cannot be recorded, or `None`."""
+    """The reason why the compiled layers of this model cannot be captured, or `None`."""
     if _compiled(model):
         return None
     for name, part in _compiled_parts(model):
@@ -55,7 +55,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _compiled_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names of modules, and what torch made of them: of the module, or of one of its methods."""
+    """Names of compiled modules and methods, each with the compiled callable."""
     for name, module in model.named_modules():
         if _compiled(module):
             yield name, module._compiled_call_impl or module

@@ -1,4 +1,4 @@
-"""Decoding steps compiled by torch: settings, and the first compilation of a cache's step before the text starts."""
+"""Decoding steps compiled by torch: settings, and compilation before the first token."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ..cache.low_bit_layer import LowBitLayer
 from .call_options import Call, setting
 from .kept_caches import capacity
 
-#: different decoding steps (caches, masks, outputs) that one model may be compiled for; torch's own limit is 8
+#: kinds of decoding step (caches, masks, outputs) that one model may be compiled for; torch's default limit is 8
 COMPILED_STEPS = 64
 
-#: how inductor compiles the step; transformers itself sets only the first of these
+#: inductor options for the step; transformers sets only the first
 STEP_OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": True,
-    # for one row, products with weights become reductions, and inductor searches for their tiles. It starts from the
-    # best of several configurations; from a single one the search may end at twice the time
+    # with one row, products with weights become reductions, and inductor searches for their tiles. The search starts
+    # from the best of several configurations; started from a single one it may end at twice the time
     "coordinate_descent_tuning": True,
     "max_autotune_pointwise": True,
     # reductions that read the same activations (q, k, v) in one launch
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,
-    # a kernel starts while the one before it ends
+    # a kernel starts while the previous one ends
     "triton.enable_pdl": True,
 }
 
-#: what has been compiled for a cache, by its first packed layer
+#: kinds of step compiled for a cache, by its first packed layer
 _compiled: weakref.WeakKeyDictionary[LowBitLayer, set[tuple]] = weakref.WeakKeyDictionary()
-#: models that this module had compiled
+#: models that this module has compiled
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def compile_config() -> CompileConfig:
-    """How `generate` compiles the step by default: `STEP_OPTIONS`, as far as this torch knows them."""
+    """The default configuration: those `STEP_OPTIONS` that this torch supports."""
     import torch._inductor
 
     known = set(torch._inductor.list_options())
@@ -51,15 +51,15 @@ def compile_config() -> CompileConfig:
 
 
 def arguments(call: Call) -> dict[str, Any]:
-    """transformers' options for whether and how to compile the steps."""
+    """transformers' options that control compilation."""
     if call.step != "compiled":
         return {"disable_compile": True}
     return {"compile_config": setting(call.model, call.options, "compile_config") or compile_config()}
 
 
 def forget(model: Any) -> None:
-    """Drop the code that was compiled for this model. torch cannot do that for one model only: all compiled code of
-    this process is compiled again when it is next used."""
+    """Drop the compiled code of this model. torch can only drop all compiled code of the process: the rest is compiled
+    again at its next use."""
     if model in _models:
         _models.discard(model)
         for name in ("_compiled_call", "_last_compile_config"):
@@ -68,7 +68,7 @@ def forget(model: Any) -> None:
 
 
 def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -> None:
-    """Raise if transformers would not compile the step. It would run the step eagerly, and only log that."""
+    """Raise if transformers would not compile the step. transformers itself only logs that, and runs eagerly."""
     config = GenerationConfig(compile_config=options["compile_config"])
     if not hasattr(model, "_valid_auto_compile_criteria"):
         raise ValueError(
@@ -86,10 +86,10 @@ def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -
 
 
 def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[str, Any], progress: bool) -> None:
-    """Compile the step for this cache, on a prompt of a few tokens, unless it is compiled already or the cache is in use.
+    """Compile the step for this cache on a prompt of four tokens. Does nothing if it is compiled already, or if the cache
+    holds tokens.
 
-    transformers' step depends on padding in the prompt and on the requested outputs. Other kinds of step are compiled
-    by the call itself.
+    The kind of step depends on padding in the prompt and on the requested outputs. The call itself compiles other kinds.
     """
     mask = options.get("attention_mask")
     padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
@@ -107,17 +107,17 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[st
     done.add(key)
     _models.add(model)
     if cache.packed_layers[0].is_initialized and int(cache.get_seq_length()):
-        return  # the call's first steps compile it: nothing may be added to the stored tokens here
+        return  # the first steps of the call compile it: this function must not add to the stored tokens
     begin = time.perf_counter()
     prompt = torch.zeros(rows, 4, dtype=torch.long, device=model.device)
     prompt_mask = torch.ones_like(prompt)
     if padded:
         prompt_mask[:, 0] = 0
-    # three steps: CUDA graphs are warmed up, recorded and replayed
+    # three steps: CUDA graphs are warmed up, captured and replayed
     fixed = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_return_sequences": 1, "pad_token_id": 0}
     devices = [model.device] if model.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):  # a seed set before the first call gives what it gives later
+        with torch.random.fork_rng(devices):  # the first call draws the same tokens as later calls
             model.generate(prompt, attention_mask=prompt_mask, **as_argument(cache), **fixed, **same)
     except BaseException:
         done.discard(key)
@@ -130,7 +130,7 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[st
 
 @contextlib.contextmanager
 def compile_limit(step: str) -> Iterator[None]:
-    """Inside, as many steps as are kept may be compiled for one model."""
+    """Inside, one model may be compiled for `COMPILED_STEPS` kinds of step."""
     if step != "compiled":
         yield
         return

@@ -1,4 +1,4 @@
-"""Graphs: they record the device's work of a call, and repeat it."""
+"""Graphs: they capture the device work of a call, and replay it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class Graph(Protocol):
-    """Records the device's work of a call, and repeats it."""
+    """Captures the device work of a call, and replays it."""
 
     def capture(self, call: Callable[[], Any]) -> Any:
-        """Record what `call` launches, without running it on the device. Returns the result of `call`."""
+        """Capture what `call` launches, without running it on the device. Returns the result of `call`."""
         ...
 
     def replay(self) -> None: ...
 
 
 class CudaGraphs:
-    """Makes CUDA graphs that share the memory of their intermediate results."""
+    """Makes CUDA graphs that share a memory pool for intermediate results."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -41,7 +41,7 @@ class CudaGraph:
 
     def capture(self, call: Callable[[], Any]) -> Any:
         stream = torch.cuda.current_stream(self._stream.device)
-        # cuBLAS keeps a workspace for each stream: the graph's own must come from its pool, and must not stay with cuBLAS
+        # cuBLAS keeps a workspace per stream: the graph's workspace must come from its pool, and must not stay with cuBLAS
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with (
@@ -52,13 +52,13 @@ class CudaGraph:
             ):
                 return call()
         except BaseException:
-            torch.cuda.set_stream(stream)  # a capture that fails does not leave its own
-            self._family.pool = None  # and torch takes it for one that is still recording
+            torch.cuda.set_stream(stream)  # a failed capture does not restore the stream
+            self._family.pool = None  # torch would treat the pool as still capturing
             raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()
 
 
 def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
-    """The maker of graphs on this device; `None` if it has none."""
+    """A factory of graphs for this device; `None` if the device has no graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None

@@ -1,9 +1,9 @@
-"""transformers' decoding loop with one of our caches: the callable that takes its steps, and its stop check.
+"""Hooks into transformers' decoding loop: the callable that runs a step, and the stop check.
 
-Inside `decoding_with`, transformers decodes with a callable in place of the model, even if it would not compile the
-step (it never compiles those of some quantized models). transformers asks the model for the callable in two methods,
-which are overridden on this model only. The stop check is a function of a module. It is replaced while any call needs
-that, and applies only to that call's cache. For all other caches the replacements call the originals.
+Inside `decoding_with`, transformers decodes with a callable in place of the model, even where it would not compile the
+step (some quantized models). It gets the callable from two methods of the model, which are overridden on this model
+only. The stop check is a function of a module. It is replaced while any call needs the late check, and the replacement
+affects only the cache of that call. For all other caches the replacements call the originals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .process_wide import ProcessWide
 
 #: why a text ended: values of `Result.finish_reason` and `Chat.finish_reason`
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-#: for the call that runs in this thread: the cache whose stop check may be late; the cache, and the callable that takes
+#: for the call that runs in this thread: the cache whose stop check may be late; the cache, and the callable that runs
 #: its steps
 _late: contextvars.ContextVar[Any] = contextvars.ContextVar("late", default=None)
 _stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.ContextVar("stepped", default=(None, None))
@@ -38,10 +38,10 @@ _stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.Cont
 
 @contextlib.contextmanager
 def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside, `generate` calls of this thread take the steps of this cache from `step`.
+    """Inside, `generate` calls of this thread run the steps of this cache with `step`.
 
-    transformers makes a step's masks before it calls the model then, as it does for caches that it compiles for: in the
-    model they would be made from Python numbers, which a recording would repeat.
+    transformers then makes the masks before it calls the model, as for compiled steps. Inside the model, masks would be
+    made from Python numbers, which a captured step would repeat.
 
     Args:
         model: a transformers model, unwrapped. cache: a preallocated one.
@@ -65,21 +65,20 @@ def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> It
 
 
 def _step_of(cache: Any) -> Callable[..., Any] | None:
-    """The callable that takes the steps of this cache in this thread, or `None`."""
+    """The callable that runs the steps of this cache in this thread, or `None`."""
     stepped, step = _stepped.get()
     return step if cache is stepped else None
 
 
 def _valid_auto_compile_criteria(self: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> bool:
-    """Override of the method in which transformers asks whether to use `get_compiled_call`."""
+    """Override of the method that decides whether transformers uses `get_compiled_call`."""
     if _step_of(cache_in(model_kwargs)) is not None:
         return True
     return original(self, "_valid_auto_compile_criteria")(model_kwargs, *args, **kwargs)
 
 
 def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Callable:
-    """Override of the method that returns the callable in place of the model. transformers does not say for which
-    cache."""
+    """Override of the method that returns the callable in place of the model. Its arguments do not include the cache."""
     compiled = functools.partial(original(self, "get_compiled_call"), *args, **kwargs)
     return compiled() if _stepped.get()[1] is None else functools.partial(_decode, self, compiled)
 
@@ -94,12 +93,11 @@ def _decode(model: Any, compiled: Callable[[], Callable], **inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def late_stop_check(cache: Any, device: torch.device) -> Iterator[None]:
-    """Inside, this thread's `generate` with this cache checks one step late whether all rows have finished. So it never
-    waits for the GPU.
+    """Inside, `generate` calls of this thread with this cache check one step late whether all rows have finished. So they
+    never wait for the GPU.
 
-    transformers has this check, but uses it only on one kind of device. On others it reads a flag back in every step,
-    which adds the time to launch a step to the step's time. The late check takes one step too many at the end, which is
-    undone.
+    transformers has this check, but uses it only on one kind of device. On others it reads a flag back in every step, so
+    each step takes its launch time in addition. The late check runs one step too many at the end, and undoes it.
     """
     if device.type == "cuda":
         _lacks("steps that do not wait", _why_no_late_check())
@@ -116,7 +114,7 @@ _ARGUMENTS = ("device", "cache", "cache_is_returned", "is_assistant")
 
 
 def _stop_check() -> Any:
-    """transformers' class of the late check; `None` if this version has none, or uses it differently."""
+    """transformers' class of the late check; `None` if this version has none, or one with another interface."""
     check = getattr(sys.modules[GenerationMixin.__module__], "DeferredStopCheck", None)
     library_check = getattr(check, "is_supported", None)
     if library_check is None or not set(_ARGUMENTS) <= set(inspect.signature(library_check).parameters):
@@ -152,19 +150,18 @@ _replaced = ProcessWide(_stop_check_replaced)
 
 
 def _moves(cache: Any) -> bool:
-    """Whether steps are recorded although layers, recurrent ones, keep what a step replaced in memory that is new each
-    time."""
+    """Whether steps are recorded and a recurrent layer keeps its previous state at a new address after each step."""
     return _step_of(cache) is not None and any(hasattr(layer, "record_past") for layer in cache.layers)
 
 
-# ---- features that the installed transformers lacks
-# ----------------------------------------------------------------------
+# ---- features that the installed transformers lacks ------------------------------------------------------------------
 
 _warned: set[str] = set()
 
 
 def lacking() -> dict[str, str]:
-    """The features that cannot be used with this transformers, and why: "recorded steps", "steps that do not wait"."""
+    """The features that this transformers release does not support, each with the reason: "recorded steps", "steps that
+    do not wait"."""
     reasons = {"recorded steps": _why_no_steps(), "steps that do not wait": _why_no_late_check()}
     return {feature: reason for feature, reason in reasons.items() if reason is not None}
 
@@ -183,7 +180,7 @@ def _why_no_late_check() -> str | None:
 
 
 def _lacks(feature: str, reason: str | None) -> bool:
-    """Whether there is a reason; if so, warn once."""
+    """Whether a reason is given. Warns once per feature."""
     if reason is not None and feature not in _warned:
         _warned.add(feature)
         warnings.warn(f"no {feature}: {reason}. Decoding gives the same tokens, and is slower", stacklevel=4)

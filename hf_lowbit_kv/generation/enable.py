@@ -1,4 +1,4 @@
-"""`enable`: every `generate` call of a model decodes with a low-bit cache, pipelines included."""
+"""`enable`: every `generate` call of a model, pipelines included, decodes with a low-bit cache."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from .whole_reading import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
-#: decoding loops of one token per step, which a preallocated cache serves
+#: decoding modes with one token per step, which preallocated caches support
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-#: options that each call reads again
+#: options that every call reads again
 _LIVE = ("calibration", "parameters")
 
 
-#: further methods that are replaced on an enabled model; modules that this one cannot import add to them
+#: further methods to override on enabled models, added by modules of higher floors
 _ADDED: list[Callable] = []
 
 
 def also_override(*functions: Callable) -> None:
-    """Give these functions as methods to every model that is enabled later, under their names (see `put_on`)."""
+    """Override the methods of these names on every model that is enabled later (see `put_on`)."""
     _ADDED.extend(functions)
 
 
@@ -55,16 +55,16 @@ class _EnabledCall(NamedTuple):
 
     model: Any
     cleanup: contextlib.ExitStack
-    """what is undone when it ends"""
+    """closed when the call ends"""
     arguments: Mapping[str, Any]
-    """of `generate`, the prompt as `input_ids`"""
+    """arguments of `generate`, with the prompt as `input_ids`"""
     prefix_calls: list[PrefixCall]
-    """what is to be stored when it ends"""
+    """prefix-store calls to finish when the call ends"""
     caches: list[LowBitCache]
-    """those whose text is to be remembered when it ends"""
+    """caches whose text to remember when the call ends"""
 
 
-#: the one that runs in this thread
+#: the call that runs in this thread
 _call: contextvars.ContextVar[_EnabledCall | None] = contextvars.ContextVar("call", default=None)
 
 
@@ -81,7 +81,7 @@ class _Stack(list):
 
 @dataclass(eq=False)
 class Enabled:
-    """The result of `enable`: a context manager that undoes it."""
+    """The result of `enable`: a context manager whose exit undoes it."""
 
     model: Any
     preset: str
@@ -92,7 +92,7 @@ class Enabled:
     """attention implementations to restore, by sub-configuration"""
 
     def __repr__(self) -> str:
-        """Short, because a notebook shows the value of a cell's last line."""
+        """One line: a notebook shows the value of a cell's last line."""
         state = "" if self in vars(self.model).get(_ENABLED, []) else ", undone"
         options = "".join(f", {name}={_short(value)}" for name, value in self.options.items())
         return f"Enabled({type(self.model).__name__}, preset={self.preset!r}{options}{state})"
@@ -102,10 +102,10 @@ class Enabled:
 
     def __exit__(self, *exception: Any) -> None:
         stack = vars(self.model).get(_ENABLED, [])
-        if self not in stack:  # undone by `disable`
+        if self not in stack:  # `disable` has undone it
             return
         index = stack.index(self)
-        if index + 1 < len(stack):  # it is not in force: the next one restores what this one would restore
+        if index + 1 < len(stack):  # not in force: the next call now restores what this one would restore
             stack[index + 1].implementations = self.implementations
         else:
             with kept_caches(self.model).lock:
@@ -116,7 +116,7 @@ class Enabled:
 
 
 def _short(value: Any) -> str:
-    """An option in one line."""
+    """`repr` of an option; its type if that is long."""
     text = repr(value)
     return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
 
@@ -129,32 +129,35 @@ def enable(
     prefixes: Prefixes | None = None,
     **cache_options: Unpack[PresetOptions],
 ) -> Enabled:
-    """Let every `generate` call of this model, and every pipeline, decode with a low-bit cache of this preset.
+    """Make every `generate` call of this model, pipelines included, decode with a low-bit cache of this preset.
 
         lb.enable(model, "kivi-4-sink")             # until lb.disable(model)
         with lb.enable(model, "kivi-2"): ...        # or inside a block
 
-    Calls with `past_key_values`, `cache_implementation` or `use_cache=False` use what they name. The same settings in the
-    model's own generation configuration are ignored. On a GPU the decoding steps of greedy search and
-    sampling are recorded, and prompts that do not fit into its memory whole are read in chunks, as in `lb.generate`.
-    Beam search and assisted decoding get a growing cache. The attention implementation becomes `lowbit_kv`, and is
-    restored at the end. Both changes wait until `lb.generate` calls in other threads have ended. If `enable` is called
-    twice, the later call is in force; leaving its block restores the earlier one.
+    Calls with `past_key_values`, `cache_implementation` or `use_cache=False` keep what they name. The same settings in
+    the model's own generation configuration are ignored. On a GPU, decoding steps of greedy search and sampling are
+    recorded, and prompts that do not fit into its memory are prefilled in chunks, as in `lb.generate`. Beam search and
+    assisted decoding get a growing cache.
 
-    Options are copied, so later changes of dicts and lists have no effect. `calibration` and `parameters` are read in
-    each `generate` call instead, so the next call uses a file that was calibrated again.
+    `enable` selects the attention implementation `lowbit_kv`, and undoing it restores the earlier one. Both wait until
+    `lb.generate` calls in other threads have ended. Of several `enable` calls the last is in force; leaving its block
+    restores the one before.
+
+    Options are copied: later changes of dicts and lists have no effect. `calibration` and `parameters` are read again in
+    every `generate` call, so a new calibration file takes effect at the next call.
 
     Args:
         model: a causal language model; PEFT or `torch.compile` may wrap it.
         preset: see `preset_names`.
-        fuse: whether recorded steps compute pieces of the model by kernels that round less often, as in `lb.generate`.
+        fuse: whether recorded steps use fused kernels, which round less often, as in `lb.generate`.
         prefixes: a `PrefixStore`, as in `lb.generate`; used by greedy search and sampling.
         **cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
 
     Raises:
-        ValueError: the preset is unknown, an option is out of range, or low-bit caches cannot serve the model.
-            TypeError: it is not a transformers model. RuntimeError: this transformers creates caches in another place.
-            Nothing has changed then.
+        ValueError: the preset is unknown, an option is out of range, or the model is not supported.
+        TypeError: `model` is not a transformers model.
+        RuntimeError: this transformers release creates caches in another method.
+        After an error nothing has changed.
 
     Example:
         >>> with lb.enable(model, "kivi-4-sink"):
@@ -170,9 +173,9 @@ def enable(
         )
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
-    from_preset(preset, inner, **cache_options)  # raises if the model cannot be served
+    from_preset(preset, inner, **cache_options)  # raises if the model is not supported
     options = {name: x if name in _LIVE else _copy_of(x) for name, x in cache_options.items()}
-    with kept_caches(inner).lock:  # `lb.generate` in other threads selects one too
+    with kept_caches(inner).lock:  # `lb.generate` in other threads also selects an implementation
         enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
         select(inner)
     stack = vars(inner).setdefault(_ENABLED, _Stack())
@@ -218,7 +221,7 @@ def _overrides(model: Any) -> tuple[Callable, ...]:
 
 
 def _copy_of(option: Any) -> Any:
-    """A copy with its own dicts, lists and sets."""
+    """A copy with new dicts, lists and sets."""
     if isinstance(option, Mapping):
         return {key: _copy_of(x) for key, x in option.items()}
     if isinstance(option, (list, tuple)):
@@ -226,12 +229,11 @@ def _copy_of(option: Any) -> Any:
     return set(option) if isinstance(option, (set, frozenset)) else option
 
 
-# ---- methods that are overridden on an enabled model
-# --------------------------------------------------------------------
+# ---- methods that are overridden on an enabled model -----------------------------------------------------------------
 
 
 def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Override of `generate`. Overrides for the cache of this call last as long as the call."""
+    """Override of `generate`. At its end it undoes the overrides that belong to the cache of this call."""
     if kwargs.get("cache_implementation") == "paged" and kwargs.get("logits_processor"):
         raise ValueError(
             "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
@@ -256,7 +258,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _prepare_cache_for_generation(
     self: Any, generation_config: Any, model_kwargs: dict, generation_mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
-    """transformers' hook: puts the cache of a `generate` call into `model_kwargs`."""
+    """Override of transformers' hook that puts the cache of a `generate` call into `model_kwargs`."""
     callers_cache = cache_in(model_kwargs)
     stack, call = vars(self).get(_ENABLED), _call.get()
     if call is not None and call.model is not self:
@@ -268,7 +270,7 @@ def _prepare_cache_for_generation(
         callers_cache.check_model(self)
         whole = check_continued(callers_cache, call.arguments, self)
         callers_cache.text = None
-        if whole and generation_mode in _ONE_TOKEN:  # others may end with other rows than the cache's
+        if whole and generation_mode in _ONE_TOKEN:  # other modes may end with other rows than those of the cache
             call.caches.append(callers_cache)
     if caller_chose or generation_config.use_cache is False or not stack:
         prepare = original(self, "_prepare_cache_for_generation")
@@ -277,7 +279,7 @@ def _prepare_cache_for_generation(
     if generation_config.output_attentions:
         raise ValueError(NO_WEIGHTS)
     enabled = stack[-1]
-    # if the class's `generate` was called, nothing would undo the overrides for steps
+    # without `call`, the `generate` of the class runs, and nothing would undo the overrides for steps
     if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
         growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
         if call is not None and generation_mode in _ONE_TOKEN:
@@ -299,10 +301,11 @@ def _prepare_cache_for_generation(
 
 
 def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
-    """Undo what the model's own generation configuration says of caches: checkpoints carry settings of their training.
+    """Reset cache settings that come from the model's own generation configuration: checkpoints contain settings of their
+    training.
 
     Args:
-        generation_config: of this call only. arguments: of `generate`.
+        generation_config: that of this call. arguments: arguments of `generate`.
     """
     for name, ours in (("cache_implementation", None), ("use_cache", True)):
         if arguments.get(name) is None and getattr(generation_config, name) == getattr(model.generation_config, name):
@@ -310,8 +313,7 @@ def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: M
 
 
 def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, generation_config: Any) -> None:
-    """Put the stored prefix of this call's prompt into its cache, and arrange that the rest is stored when the call
-    ends."""
+    """Load the stored prefix of the prompt into the cache of the call. When the call ends, its tokens are stored."""
     if enabled.prefixes is None:
         return
     options = {**call.arguments, "generation_config": generation_config}
@@ -321,7 +323,7 @@ def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, gener
 
 
 def _arguments_by_name(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate`, the prompt under the name `input_ids`."""
+    """Arguments of `generate` by name, the prompt as `input_ids`."""
     named = dict(kwargs)
     inputs = args[0] if args else named.pop("inputs", None)
     return named if inputs is None else {**named, "input_ids": inputs}

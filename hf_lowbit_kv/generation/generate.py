@@ -1,7 +1,8 @@
-"""`generate`: a model's own `generate` on a preallocated cache that later calls use again.
+"""`generate`: the model's own `generate` on a preallocated cache that later calls reuse.
 
-It adds four things to transformers. It sizes the cache. It keeps one cache for each kind of call. Decoding steps are
-recorded in CUDA graphs (`recording`) or compiled. And steps do not wait for the device (`decoding_loop`).
+It adds four things to transformers. It sizes the cache. It keeps a cache for each kind of call. It captures decoding
+steps in CUDA graphs (`recording`), or has them compiled. It makes steps that do not wait for the device
+(`decoding_loop`).
 """
 
 from __future__ import annotations
@@ -57,58 +58,58 @@ def generate(
 
         tokens = lb.generate(model, **tokenizer(text, return_tensors="pt").to(model.device), max_new_tokens=256)
 
-    A further turn passes the cache, and the whole conversation as ids, as usual in transformers:
+    As usual in transformers, a further turn passes the cache and the ids of the whole conversation:
 
         first = lb.generate(model, ids, max_new_tokens=256, max_cache_len=8192, return_dict_in_generate=True)
         ids = torch.cat([first.sequences, more_ids], dim=1)
         second = lb.generate(model, ids, max_new_tokens=256, past_key_values=first.past_key_values)
 
     Args:
-        model: a causal language model; PEFT or `torch.compile` may wrap it. If its attention implementation is not
-            `lowbit_kv`, that is selected during the call (other threads see it), and the earlier one is restored
-            afterwards.
+        model: a causal language model; PEFT or `torch.compile` may wrap it. The call selects the attention
+            implementation `lowbit_kv` (visible in other threads), and restores the earlier one at its end.
         inputs: token ids `[B, S]`, or the result of a tokenizer (`input_ids`, `attention_mask`). Rows of different
             length are padded on the left. The inputs may be keyword arguments instead.
-        preset: see `preset_names`; `None`: `kivi-4-sink`, or the preset of `past_key_values`. A preset that differs
-            from that of `past_key_values` is refused.
-        max_new_tokens: largest number of tokens to write; or `max_length`, which includes the prompt. If neither is
-            given, the generation configuration's is used.
-        step: how a decoding step runs on a GPU. `"recorded"` (default): the model's own step, recorded in a CUDA graph;
+        preset: see `preset_names`. `None`: the preset of `past_key_values`, or else `kivi-4-sink`. With
+            `past_key_values` it must be the preset of that cache.
+        max_new_tokens: largest number of tokens to generate; or `max_length`, which includes the prompt. Default: the
+            limit of the generation configuration.
+        step: how a decoding step runs on a GPU. `"recorded"` (default): the model's own step, captured in a CUDA graph;
             ready within seconds. `"compiled"`: compiled by torch; the fastest, after a minute or two. `"eager"`: the
             model's own step. On a CPU every step is eager.
-        fuse: in recorded steps, compute norms, rotary embeddings, gates, and products of one input by kernels that
-            round less often. Each kernel is compared with float64 first, and is not used if its error is above twice
-            the model's. `False`: recorded steps give the same bits as eager ones. The cache's `summary()` says what is
-            fused.
+        fuse: whether recorded steps use fused kernels for norms, rotary embeddings, gates, and products of one input.
+            They round less often. A kernel is first compared with float64, and is used only if its error is at most
+            twice that of the model. `False`: recorded steps give the same bits as eager steps. `summary()` of the cache
+            lists the fused modules.
         past_key_values: a preallocated cache to continue; or `cache=`, its name in transformers since 5.24. Without it
-            a kept cache is emptied and used.
-        max_cache_len: tokens that a row of the cache can hold, for further turns; at least the prompt and
+            the call reuses a kept cache, which it empties.
+        max_cache_len: capacity of the cache in tokens per row, for further turns; at least the prompt and
             `max_new_tokens`.
-        cache_options: for `from_preset`: `sink`, `residual`, `backend`, ...
-        calibration: for presets that need one, as for `LowBitCache`. Each call uses the present contents of the file,
+        cache_options: options of `from_preset`: `sink`, `residual`, `backend`, ...
+        calibration: for presets that need one, as for `LowBitCache`. Every call reads the current content of the file,
             folder or object.
         allow_other_weights: accept a calibration that was made for other weights, as for `LowBitCache`.
-        prefixes: a `PrefixStore`. The stored prefix of the prompt is not read again, and the call's tokens are stored.
-            The cache's `cached_tokens` says how many tokens of each row came from the store. Not with past_key_values.
-        progress: report on stderr when a step is compiled, and when a prompt is read in chunks by default.
+        prefixes: a `PrefixStore`. The call reuses the stored prefix of the prompt, and stores its own tokens. The
+            cache's `cached_tokens` is the number of tokens per row that came from the store. Not with
+            `past_key_values`.
+        progress: whether to report on stderr that a step is compiled, or that a prompt is prefilled in chunks by default.
         **options: any option of `model.generate`: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
-            `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt that are read at a
-            time; `0`: all; `"auto"`: as many as fit into the GPU's free memory. By default all tokens if that fits,
-            otherwise as many as fit. To measure that, the model may read some tokens more than once, and PyTorch's peak
+            `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt per chunk; `0`: the
+            whole prompt; `"auto"`: as many as fit into the free memory of the GPU. Default: the whole prompt if it fits,
+            else as many as fit. To measure that, the model may read some tokens more than once, and PyTorch's peak
             memory statistics are reset.
 
     Returns:
         The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
-        transformers 5.24) is the cache, which belongs to the caller. Calls from several threads for one model run
-        one after the other.
+        transformers 5.24) is the cache, which then belongs to the caller.
 
-    Warns before it reads if prompt and answer may have more tokens than the model was made for.
+    Calls from several threads for one model run one after the other. A warning says, before the prompt is read, that
+    prompt and answer may have more tokens than the model was made for.
 
     Raises:
-        ValueError: an option, the preset or the step is unknown; `max_new_tokens` is missing; the cache has no room; the
-            text does not begin with the cache's tokens; both `calibration` and `cache_options["calibration"]` are given;
-            beams or assisted decoding are requested (`enable` and `model.generate` serve those); or, for `"compiled"`,
-            transformers does not compile the model.
+        ValueError: an option, the preset or the step is unknown; `max_new_tokens` is missing; the cache is too small; the
+            text does not begin with the tokens in the cache; both `calibration` and `cache_options["calibration"]` are
+            given; beam search or assisted decoding is requested (use `enable` or `model.generate`); or, for
+            `"compiled"`, transformers does not compile the model.
         RuntimeError: `"compiled"` on a machine without a C compiler.
 
     Example:
@@ -152,9 +153,9 @@ ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if nam
 
 
 def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: Prefixes | None = None) -> Any:
-    """`model.generate` on this cache, its steps run as the call says. model: perhaps wrapped."""
+    """Run `model.generate` on this cache. model: as the caller gave it, possibly wrapped."""
     inner = call.model
-    # inside inference mode, transformers would make layers that cannot be emptied outside it
+    # in inference mode, transformers would make layers that cannot be emptied outside of it
     with (
         selected(inner),
         overridden(inner, *keeping_cache(inner)),
@@ -165,7 +166,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     ):
         cache.positions.give_back(inner)
         arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
-        if setting(inner, call.options, "cache_implementation") is not None:  # of a configuration
+        if setting(inner, call.options, "cache_implementation") is not None:  # from a configuration
             arguments["cache_implementation"] = None
         if call.step == "compiled" and inner.device.type == "cuda":
             compiling.check_compiles(inner, cache, arguments)
@@ -191,11 +192,11 @@ def _say(text: str) -> None:
 
 
 def release(model: Any) -> None:
-    """Free the memory of the caches that `generate` and `enable` keep for this model, and of recorded and compiled
-    steps. A cache that you still hold is freed when you drop it.
+    """Free the caches that `generate` and `enable` keep for this model, and its recorded and compiled steps. A cache that
+    you still refer to is freed when you drop it.
 
-    torch cannot drop the compiled code of one model only. If this model's steps were compiled, all compiled code of
-    this process is compiled again when it is next used.
+    torch can only drop all compiled code of the process. If steps of this model were compiled, all other compiled code
+    is compiled again at its next use.
 
     Example:
         >>> lb.release(model)
@@ -209,7 +210,7 @@ def release(model: Any) -> None:
 
 
 def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
-    """An empty kept cache for `rows` rows of `tokens` tokens. Other calls can use it after it is dropped."""
+    """An empty cache for `rows` rows of `tokens` tokens, kept or new. Other calls can use it once the result is dropped."""
     if "max_cache_len" in cache_options:
         raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
     backend_and_mode = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
@@ -221,7 +222,7 @@ def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: 
 
 
 def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
-    """The caller's cache, after checking that it has this preset, if one is named, and that this turn fits."""
+    """The caller's cache. Raises if it does not have this preset, if one is given, or if this turn does not fit."""
     if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
         raise ValueError(
             "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"

@@ -1,4 +1,4 @@
-"""The caches that `generate` keeps for a model, lent to one call or one holder at a time."""
+"""The caches that `generate` keeps for a model. One call or one holder acquires a cache at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..storage.content_digests import digest
 from . import recording
 
-#: number of caches kept for a model. A cache is freed when it is the least recently used one, by `release`, or with the
+#: number of caches kept per model. A cache is freed when it is the least recently used one, by `release`, or with the
 #: model
 KEPT_CACHES = 2
 
@@ -25,8 +25,8 @@ KEPT_CACHES = 2
 def kind(cache: LowBitCache) -> Hashable:
     """The kind of a new cache: what it stores, and how, including its calibration. Caches of one kind are interchangeable.
 
-    Kinds are compared instead of the options with which caches were made. So the spelling of an option does not matter,
-    and there is no reference to objects that the caller may change later.
+    Kinds are compared, not the options with which caches were made. So the spelling of an option does not matter, and no
+    reference is kept to objects that the caller may change later.
     """
     layers = cache.packed_layers
     digests = [tuple((name, digest(x)) for name, x in sorted(layer.parameters.items())) for layer in layers]
@@ -35,14 +35,14 @@ def kind(cache: LowBitCache) -> Hashable:
 
 @torch.inference_mode(False)
 def _own_parameters(cache: LowBitCache) -> None:
-    """Give a new cache copies of its parameters: it reads them at its first tokens, and the caller may change the
-    originals."""
+    """Replace the parameters of a new cache by copies. It reads them at its first tokens, and the caller may change the
+    originals before."""
     for layer in cache.packed_layers:
         layer.parameters = {name: x.detach().clone() for name, x in layer.parameters.items()}
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    # PyTorch's allocator of the CPU has no class of its own
+    # PyTorch's CPU allocator has no exception class
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
@@ -51,24 +51,24 @@ class _Entry:
     key: Hashable
     cache: LowBitCache
     holder: Callable[[], LowBitCache | None] = lambda: None
-    #: whether it is lent for the first time: its layers may not have allocated their memory yet
+    #: whether this is its first use: its layers may not have allocated their memory yet
     new: bool = True
 
     def acquire(self) -> LowBitCache:
-        """A new object that shares everything with the cache. The cache is free again when that object is dropped."""
+        """A new object that shares everything with the emptied cache. Dropping that object releases the cache."""
         self.cache.reset()
         acquired = copy.copy(self.cache)
         self.holder = weakref.ref(acquired)
         return acquired
 
     def drop(self) -> None:
-        """Free the memory of the cache and of its recordings, although a traceback may still refer to it."""
+        """Free the memory of the cache and of its recordings, even if a traceback still refers to it."""
         recording.forget(self.cache)
-        self.cache.layers.clear()  # the lent object has the same list
+        self.cache.layers.clear()  # the acquired object has the same list
 
 
 class KeptCaches:
-    """The kept caches of one model. A call holds `lock` until its end, so calls from several threads run one after the
+    """The kept caches of one model. A call holds `lock` until it ends, so calls from several threads run one after the
     other."""
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ class KeptCaches:
         self._guard = threading.Lock()
 
     def acquire(self, properties: Hashable, tokens: int, new: LowBitCache) -> LowBitCache:
-        """An empty cache for rows of `tokens` tokens: a kept cache of the same kind and place that is unused and
-        large enough; otherwise `new`, which has allocated nothing yet.
+        """An empty cache for `tokens` tokens per row: an unused kept cache of the same kind and properties that is large
+        enough; otherwise `new`, which has allocated nothing yet.
 
         Args:
-            properties: the other properties in which caches differ: rows, dtype, device, ...
+            properties: other properties in which caches differ: rows, dtype, device, ...
         """
         with self._guard:
             key = properties, kind(new)
@@ -92,21 +92,19 @@ class KeptCaches:
                     acquired, entry.new = entry.acquire(), False
                     self.entries.append(entry)
                     return acquired
-            # smaller and older caches free their memory before the new one allocates; caches that somebody holds stay
+            # smaller and older caches free their memory before the new one allocates; caches in use stay
             del free
             entry = None  # type: ignore[assignment]
             self.entries = self.entries[max(len(self.entries) + 1 - KEPT_CACHES, 0) :]
             _own_parameters(new)
-            entry = _Entry(
-                (properties, kind(new)), new
-            )  # of the copies: the caller's tensors may have changed meanwhile
+            entry = _Entry((properties, kind(new)), new)  # kind of the copies: the caller's tensors may have changed
             self.entries.append(entry)
             return entry.acquire()
 
     @contextlib.contextmanager
     def released_on_error(self, acquired: LowBitCache | None = None) -> Iterator[None]:
-        """A call, with this cache. If it fails or is interrupted, the cache is free, although a traceback may still refer
-        to it. A cache that the call made is dropped then. If memory ran out, all caches without a holder are."""
+        """Wraps a call that uses this cache. If the call fails or is interrupted, the cache is released, even if a traceback
+        still refers to it; a new cache is dropped. If memory ran out, all unused caches are dropped."""
         try:
             yield
         except BaseException as error:
@@ -120,11 +118,11 @@ class KeptCaches:
                         self.entries.remove(entry)
                         entry.drop()
             if out_of_memory:
-                traceback.clear_frames(error.__traceback__)  # they refer to what the call had allocated
+                traceback.clear_frames(error.__traceback__)  # frames refer to memory that the call has allocated
             raise
 
     def release(self) -> None:
-        """Drop all caches, and free the recordings of unused ones."""
+        """Drop all caches, and free the recordings of unused caches."""
         with self._guard:
             for entry in self.entries:
                 if entry.holder() is None:
@@ -142,11 +140,11 @@ def kept_caches(model: Any) -> KeptCaches:
 
 
 def capacity(cache: LowBitCache) -> int:
-    """Tokens that a row can hold; -1: no limit."""
+    """Capacity in tokens per row; -1: no limit."""
     return cache.packed_layers[0].get_max_length()
 
 
 def cache_length(tokens: int) -> int:
-    """`tokens` rounded up, to a multiple of 512 and by a quarter at most beyond that: similar lengths share a cache."""
+    """`tokens` rounded up to a multiple of 512, or by at most a quarter if that is more: similar lengths share a cache."""
     step = max(2 ** (tokens.bit_length() - 3), 512)
     return -(-tokens // step) * step

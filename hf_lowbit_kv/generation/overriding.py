@@ -1,7 +1,7 @@
-"""Replaces methods of one object for a while. Its class, and other objects of the class, do not change.
+"""Overrides methods of one object for a while. Its class and other objects of the class do not change.
 
-The replacement is a function at the top of a module with the name of the method. It is bound to the object. A deep copy
-of the object has it bound to the copy, and a pickled object has its class's method when it is loaded.
+An override is a module-level function with the name of the method, bound to the object. In a deep copy of the object it
+is bound to the copy. A pickled object has the method of its class.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-#: attribute of an object with overrides: its earlier attributes, and how many users each override has
+#: attribute of an object with overrides: the attributes that they replace, and the number of users of each override
 from ..storage.process_stamps import OVERRIDES as STATE
 
 _lock = threading.Lock()
@@ -23,12 +23,12 @@ _lock = threading.Lock()
 @dataclass
 class _Override:
     before: Any
-    """what the object itself had under this name; `None`: the method of its class"""
+    """the attribute of the object itself that is replaced; `None`: the method of its class is"""
     users: int = 0
 
 
 class _Overrides(dict[str, _Override]):
-    """Overrides by name. A deep copy has its own, a pickled object none."""
+    """Overrides by name. A deep copy has its own, and a pickled object has none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Overrides:
         return _Overrides({name: copy.deepcopy(override, memo) for name, override in self.items()})
@@ -38,10 +38,10 @@ class _Overrides(dict[str, _Override]):
 
 
 def put_on(thing: Any, *functions: Callable) -> None:
-    """Give `thing` these functions as methods, under their names, until `take_off` is called as often.
+    """Override the methods of these names on `thing`, until `take_off` is called equally often.
 
     Args:
-        functions: functions at the top of a module; `original` returns the method that a function replaces.
+        functions: module-level functions; `original` returns the method that a function replaces.
     """
     with _lock:
         attributes = vars(thing)
@@ -55,7 +55,7 @@ def put_on(thing: Any, *functions: Callable) -> None:
 
 
 def take_off(thing: Any, *functions: Callable) -> None:
-    """Undo one `put_on`. If somebody else has replaced a function meanwhile, that replacement stays."""
+    """Undo one `put_on`. If other code has replaced the override since, its replacement stays."""
     with _lock:
         attributes = vars(thing)
         overrides = attributes.get(STATE, {})
@@ -77,7 +77,7 @@ def take_off(thing: Any, *functions: Callable) -> None:
 
 @contextlib.contextmanager
 def overridden(thing: Any, *functions: Callable) -> Iterator[None]:
-    """Inside, `thing` has these functions as methods; see `put_on`. Threads may be inside at the same time."""
+    """Inside, these functions override methods of `thing`; see `put_on`. Several threads may be inside."""
     put_on(thing, *functions)
     try:
         yield
@@ -86,8 +86,7 @@ def overridden(thing: Any, *functions: Callable) -> Iterator[None]:
 
 
 def original(thing: Any, name: str) -> Callable:
-    """The method of `thing` that an override replaces: the object's own earlier attribute, otherwise the method of its
-    class."""
+    """The method of `thing` that an override replaces: its own earlier attribute, or else the method of its class."""
     override = vars(thing).get(STATE, {}).get(name)
     if override is not None and override.before is not None:
         return override.before

@@ -1,10 +1,10 @@
-"""How `generate` reads a prompt: whole, in chunks of a size that the caller names, or in the largest chunks that fit.
+"""Prefill for `generate`: the prompt whole, in chunks of a size that the caller chooses, or in the largest chunks that fit.
 
-Reading a prompt whole takes memory for its activations: about 100 kB for each token in a model of 8B. If the GPU does
-not have that much free, the prompt is read in chunks. Chunks after the first attend to packed pages, so the text may
-differ from that of a prompt that is read whole (docs/dev/reading-prompts.md says by how much).
+Prefilling a whole prompt needs memory for activations: about 100 kB per token in an 8B model. If the GPU has less free
+memory, the prompt is prefilled in chunks. Chunks after the first attend to packed pages, so the generated text may
+differ from that after a whole prompt (docs/dev/reading-prompts.md has figures).
 
-The memory for a token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts.
+The memory per token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..cache.served_models import tp_size
 from .call_options import return_sequences, setting
 from .whole_reading import read_as_whole
 
-#: value of `prefill_chunk_size`: the largest chunks that fit
+#: value of `prefill_chunk_size` for the largest chunks that fit
 AUTO: Literal["auto"] = "auto"
-#: tokens of all rows in the first of three measurements; the others have twice and four times as many
+#: tokens of all rows together in the first of three measurements; the others have twice and four times as many
 MEASURED_TOKENS = 256
-#: share of the free memory that reading may take: blocks are rounded up, and later steps need memory too
+#: share of the free memory that prefill may use: allocations are rounded up, and later steps need memory too
 USABLE = 0.85
-#: chunks are multiples of it, and no chunk is shorter
+#: granularity and minimum of the chunk size
 GRANULE = 128
-#: upper bounds for known decoders: activations of a token, in units of its hidden state; and bytes for each pair of
-#: tokens in a sliding layer's mask. A prompt that fits by these bounds is read whole, and nothing is measured
+#: upper bounds for known decoders: activations of a token, in units of its hidden state; and bytes per pair of tokens in
+#: the mask of a sliding-window layer. A prompt that fits by these bounds is prefilled whole, without a measurement
 GENEROUS_STATES, GENEROUS_PAIR = 64, 8
 
 
 def check_chunk_size(size: Any) -> None:
-    """Raise `ValueError` for a `prefill_chunk_size` that has no meaning."""
+    """Raise `ValueError` for an invalid `prefill_chunk_size`."""
     if size is None or size == AUTO:
         return
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -53,7 +53,7 @@ class Memory(Protocol):
     """The memory of a device."""
 
     def free(self) -> int:
-        """Bytes that can still be allocated, in pieces."""
+        """Bytes that can still be allocated, in small blocks."""
         ...
 
     def free_at_once(self) -> int:
@@ -61,7 +61,7 @@ class Memory(Protocol):
         ...
 
     def peak(self, call: Callable[[], None]) -> int:
-        """Peak of the bytes that `call` allocates beyond those allocated before."""
+        """Peak of the bytes allocated during `call`, above the level before it."""
         ...
 
 
@@ -70,7 +70,7 @@ class GpuMemory:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # exact; what is allocated is rounded up, by block
+        # requested bytes are exact; allocated bytes are rounded up per block
         self._counter = "requested_bytes" if torch.cuda.get_allocator_backend() == "native" else "allocated_bytes"
 
     def free(self) -> int:
@@ -80,8 +80,8 @@ class GpuMemory:
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.device)
 
     def free_at_once(self) -> int:
-        # Blocks that PyTorch keeps for reuse are in pieces: those of short chunks do not serve long ones. So they are
-        # given back, and what is left of them beside tensors in use is not counted.
+        # Blocks that PyTorch caches are fragmented: those of short chunks are too small for long ones. So they are
+        # freed, and the unused rest of blocks that hold tensors is not counted.
         torch.cuda.empty_cache()
         reserved, allocated = torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
         return self.free() - (reserved - allocated)
@@ -94,12 +94,12 @@ class GpuMemory:
 
 
 def memory_of(model: Any) -> Memory | str:
-    """The memory that a prompt's activations take, or why it cannot be measured."""
+    """The device memory for a prompt's activations, or the reason why it cannot be measured."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return "the model lies on several devices"
     if tp_size(model) > 1:
-        # each process would choose a size by its own GPU's memory, and processes that read different chunks wait for
+        # each process would choose a size by the memory of its own GPU, and processes with different chunks wait for
         # each other forever
         return "its weights are spread over several processes (tensor parallelism)"
     if model.device.type != "cuda":
@@ -109,12 +109,12 @@ def memory_of(model: Any) -> Memory | str:
 
 @dataclass(frozen=True)
 class Need:
-    """Peak bytes to prefill `n` tokens per sequence: `fixed + token * n + pair * n * n`. `behind` is the extra cost when
-    tokens are stored already.
+    """Peak bytes to prefill `n` tokens per sequence: `fixed + token * n + pair * n * n`.
 
-    mask: bytes a pair that a sliding layer's mask is known to take inside attention. Short pieces do not show it,
-    because other activations are larger there. It counts beside half of what a token takes: the MLP's part is not there
-    at that time.
+    stored: extra bytes if tokens are stored already.
+    mask: bytes per pair of tokens of a sliding-window layer's mask inside attention. Measurements of short chunks do not
+        show it, because other activations are larger there. At that time only half of `token` is allocated, without
+        the MLP's part.
     """
 
     fixed: float
@@ -125,15 +125,14 @@ class Need:
 
     @classmethod
     def of(cls, length: int, peaks: tuple[int, int, int], quadratic: bool, stored: float = 0.0) -> Need:
-        """From the peaks of reading `length` tokens, twice and four times as many. quadratic: whether pairs may cost
-        any."""
+        """Fit to the peaks of `length` tokens, twice and four times as many. quadratic: whether pairs may need memory."""
         first, second, third = peaks
         slopes = (second - first) / length, (third - second) / (2 * length)
         if quadratic and slopes[1] > slopes[0]:
             pair = (slopes[1] - slopes[0]) / (3 * length)
             token = slopes[0] - 3 * length * pair
             return cls(first - token * length - pair * length**2, token, pair, stored)
-        # the longest two say most: in the shortest something else may have taken the most memory
+        # use the longest two: in the shortest, the peak may have another cause
         return cls(third - slopes[1] * 4 * length, slopes[1], 0.0, stored)
 
     def whole(self, tokens: int) -> float:
@@ -150,14 +149,14 @@ class Need:
 
 
 class Reader:
-    """Reads a prompt's tokens, which are all that the model is given, piece by piece."""
+    """Prefills a prompt in chunks. The model gets only token ids, mask and positions."""
 
     def __init__(self, model: Any, cache: LowBitCache, ids: torch.Tensor, mask: torch.Tensor):
         self.model, self.cache, self.ids, self.mask = model, cache, ids, mask
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """For each token, padding not counted. Most prompts are read whole, and need none."""
+        """The position of each token, without padding. A prompt that is prefilled whole needs none."""
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     @property
@@ -170,7 +169,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, tokens: int) -> None:
-        """Read the next tokens of every row."""
+        """Prefill the next tokens of every row."""
         chunk = slice(begin := self.seen, begin + tokens)
         self.model(
             self.ids[:, chunk],
@@ -181,16 +180,16 @@ class Reader:
         )
 
     def read_in_chunks(self, size: int) -> None:
-        """Read all chunks but the last, which `generate` reads because it has the first logits."""
+        """Prefill all chunks but the last. `generate` reads the last one, because it needs its logits."""
         while self.left > size:
             self.read(size)
 
     def largest_chunk(self, memory: Memory, measure_always: bool) -> int | None:
-        """Tokens of the largest chunks that fit; `None`: the prompt fits whole. measure_always: measure even if it surely
-        fits."""
+        """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the upper
+        bounds fit."""
         rows = len(self.ids)
         length = max(MEASURED_TOKENS // rows, GRANULE // 4)
-        if self.left <= 8 * length:  # what is measured would be half of it
+        if self.left <= 8 * length:  # the measurements would read most of the prompt
             return None
         if not measure_always and self._surely_fits(memory):
             return None
@@ -207,26 +206,26 @@ class Reader:
         if self._sliding:
             needed += tokens * self.left * GENEROUS_PAIR
         first = self.cache.packed_layers[0]
-        if not first.is_initialized:  # the cache itself is not allocated yet, and takes less than in the model's dtype
+        if not first.is_initialized:  # the cache is not allocated yet; in the model's dtype it would be larger
             numbers = 0
             for size in self.cache.packed_sizes.values():
                 heads, *dims = (0 if number is None else number for number in size)
                 if not heads or not all(dims):
-                    return False  # the configuration does not have it
+                    return False  # the configuration does not give the sizes
                 numbers += heads * sum(dims)
             needed += len(self.ids) * first.get_max_length() * numbers * itemsize
         return needed <= USABLE * memory.free()
 
     @property
     def _sliding(self) -> bool:
-        """Whether some layer's mask has a number for each pair of tokens."""
+        """Whether a layer has a mask with a value per pair of tokens."""
         return any(isinstance(layer, SLIDING) for layer in self.cache.layers)
 
     def _need(self, memory: Memory, length: int) -> Need:
-        """The memory that reading needs, measured on three pieces of the prompt. An empty cache is empty again afterwards.
-        A cache that holds tokens has read these pieces too."""
+        """The memory for prefill, measured on three chunks of the prompt. Afterwards an empty cache is empty again; a cache
+        with tokens has stored these chunks."""
         is_empty = self.seen == 0
-        if is_empty:  # allocates what the cache keeps, which is no part of what reading takes
+        if is_empty:  # allocate the cache first, so that it is not part of the peaks
             self.read(GRANULE // 4)
             self.cache.reset()
         peaks = []
@@ -241,7 +240,7 @@ class Reader:
         need = Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(stored, 0.0))
         if not self._sliding:
             return need
-        # True or False, and what PyTorch's attention makes of it: a number of the model's dtype
+        # a bool per pair, and the value in the model's dtype that PyTorch's attention makes of it
         return replace(need, mask=len(self.ids) * (1 + next(self.model.parameters()).dtype.itemsize))
 
 
@@ -251,16 +250,15 @@ def read_prompt(
     options: Mapping[str, Any],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Read all chunks of the prompt but the last, if it is read in chunks and consists only of tokens and their mask.
-    (transformers would compile every chunk.) All other prompts are left to transformers.
+    """Prefill all chunks of the prompt but the last. Prompts that are prefilled whole, or that consist of more than tokens
+    and their mask, are left to transformers. (transformers would compile every chunk.)
 
     Args:
-        options: for `model.generate`, the prompt among them.
+        options: options of `model.generate`, including the prompt.
         report: called with the decision if it differs from the caller's choice.
 
     Returns:
-        Options for `model.generate` that replace the caller's: `prefill_chunk_size` as transformers knows it, and the
-        mask.
+        Options of `model.generate` that replace the caller's: `prefill_chunk_size`, and the mask.
     """
     size = setting(model, options, "prefill_chunk_size")
     reason = _why_whole(model, options, size)
@@ -273,14 +271,14 @@ def read_prompt(
     if (mask := options.get("attention_mask")) is None:
         padding = setting(model, options, "pad_token_id")
         if padding is not None and bool((ids == padding).any()):
-            return changes  # transformers may take these for padding
+            return changes  # transformers may treat these as padding
         mask = torch.ones_like(ids)
     rows = ids, mask
-    if sequences > 1:  # transformers repeats each row for its sequences in the same order
+    if sequences > 1:  # in the order in which transformers repeats rows
         rows = ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
     reader = Reader(model, cache, *rows)
-    # a size of the caller's means the same as in transformers, whose chunks have the frequencies of their own lengths; Phi's
-    # models would read the text again whole
+    # a size from the caller has the same meaning as in transformers: a chunk has the RoPE frequencies of its own length.
+    # Phi models would then read the whole text again
     automatic = size is None or size == AUTO
     with read_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
         if automatic:
@@ -300,7 +298,7 @@ def read_prompt(
 
 
 def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -> str | None:
-    """Why this module leaves the prompt to transformers, or `None`."""
+    """The reason why the prompt is left to transformers, or `None`."""
     if (reason := why_not_tokens(model, options)) is not None:
         return reason
     if size in (None, AUTO) and setting(model, options, "output_hidden_states"):
@@ -309,7 +307,7 @@ def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -
 
 
 def why_not_tokens(model: Any, options: Mapping[str, Any]) -> str | None:
-    """Why a prompt is more than token ids and their mask, or `None`."""
+    """The reason why a prompt is more than token ids and their mask, or `None`."""
     ids = options.get("input_ids")
     if ids is None:
         return "it is given as embeddings"
@@ -318,6 +316,6 @@ def why_not_tokens(model: Any, options: Mapping[str, Any]) -> str | None:
         "attention_mask",
     }
     if others or model.config.get_text_config(decoder=True) is not model.config:
-        # which the model prepares chunk by chunk in its own way
+        # the model prepares these inputs per chunk in its own way
         return f"the model is given more than tokens ({', '.join(sorted(others)) or 'images, perhaps'})"
     return None

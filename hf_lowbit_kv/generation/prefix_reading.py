@@ -1,4 +1,4 @@
-"""The prefix store in a `generate` call: it supplies a prefix of the prompt, and gets the tokens that were read."""
+"""The prefix store in a `generate` call: it supplies a prefix of the prompt, and stores the tokens of the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .call_options import return_sequences, setting
 from .prefill import Reader, why_not_tokens
 from .whole_reading import read_as_whole
 
-#: if a text departs from a stored one at least this many tokens after the usable prefix, it is stored up to there too
+#: a text that diverges from a stored one at least this many tokens after the usable prefix is also stored up to there
 WORTH_AN_END = 64
 
 
@@ -32,13 +32,13 @@ class Prefixes(Protocol):
 
 
 def check_prefixes(prefixes: Any) -> None:
-    """Raise `TypeError` if it is not a store."""
+    """Raise `TypeError` if `prefixes` is not a prefix store."""
     if prefixes is not None and not (hasattr(prefixes, "restore") and hasattr(prefixes, "add")):
         raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore, or None")
 
 
 class PrefixCall:
-    """One call's part: `begin` with an empty cache, `end` with the tokens that were written."""
+    """The prefix store in one call: `begin` with an empty cache, `end` with the generated tokens."""
 
     def __init__(self, model: Any, cache: LowBitCache, options: Mapping[str, Any], prefixes: Prefixes):
         self.model, self.cache, self.prefixes = model, cache, prefixes
@@ -48,8 +48,7 @@ class PrefixCall:
             self.ids = None  # transformers' own layers store padding
 
     def begin(self) -> None:
-        """Put the stored prefix of the prompt into the cache. `cache.cached_tokens` says how many tokens of each row
-        that is."""
+        """Load the stored prefix of the prompt into the cache, and set `cache.cached_tokens`, its length per row."""
         self.cache.cached_tokens = 0
         if self.ids is None or self.mask is None:
             return
@@ -62,7 +61,7 @@ class PrefixCall:
                 self._store_ends(match)
 
     def end(self, sequences: torch.Tensor) -> None:
-        """Store the tokens that the cache holds. sequences: int64 `[B, n]`, prompt and answer."""
+        """Store the tokens in the cache. sequences: int64 `[B, n]`, prompt and generated tokens."""
         if self.ids is None or self.mask is None:
             return
         stored = int(self.cache.packed_layers[0].get_seq_length())
@@ -70,8 +69,8 @@ class PrefixCall:
         self.prefixes.add(self.cache, _rows(sequences[:, :stored], mask[:, :stored]))
 
     def _read_after_prefix(self, tokens: int) -> None:
-        """Rows are padded on the left and each holds `tokens` tokens: read what is missing but for the last token, which
-        `generate` reads. A token that is stored takes the place of padding."""
+        """Prefill the rest of left-padded rows that hold `tokens` tokens each, except for the last token, which `generate`
+        reads. Stored tokens take the place of padding."""
         assert self.ids is not None
         assert self.mask is not None
         padding = self.mask.shape[1] - self.mask.sum(1, keepdim=True)
@@ -81,7 +80,7 @@ class PrefixCall:
         for layer in self.cache.packed_layers:
             layer.length.set(begin)
             layer._in_tail = 0
-            layer.set_stored_positions(unread[:, :begin])  # the mask of the reader
+            layer.set_stored_positions(unread[:, :begin])  # the mask that the reader passes
         reader = Reader(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
         reader.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)
         if reader.left > 1:
@@ -90,8 +89,8 @@ class PrefixCall:
             layer.set_stored_positions(self.mask[:, : reader.seen].bool())
 
     def _store_ends(self, match: Match) -> None:
-        """Store the prompt's end, and the place where the prompt parts from a stored text, which is usually the end of a
-        system prompt. transformers' own layers can return to such stored ends only."""
+        """Store the prompt up to its end, and up to where it diverges from a stored text, usually the end of a system
+        prompt. Native layers can only be restored at such ends."""
         assert self.ids is not None
         assert self.mask is not None
         reader = Reader(self.model, self.cache, self.ids, self.mask)
@@ -102,15 +101,14 @@ class PrefixCall:
 
 
 def _prompt(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Ids and mask `[B, S]` of all rows, where the prompt is nothing but tokens, padded on the left if at all; else
-    `None`s."""
+    """Ids and mask `[B, S]` of all rows. `None`, `None` if the prompt is more than tokens, or is not padded on the left."""
     if why_not_tokens(model, options) is not None:
         return None, None
     ids, mask = options["input_ids"], options.get("attention_mask")
     if mask is None:
         padding = setting(model, options, "pad_token_id")
         if padding is not None and bool((ids == padding).any()):
-            return None, None  # transformers may take these for padding
+            return None, None  # transformers may treat these as padding
         mask = torch.ones_like(ids)
     if mask.shape != ids.shape or bool((mask[:, 1:] < mask[:, :-1]).any()):
         return None, None
@@ -120,6 +118,6 @@ def _prompt(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None
 
 def _rows(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Ids of each row without padding, on the CPU."""
-    # in NumPy: PyTorch would choose a row's tokens with all threads, which takes 20 ms where other work keeps them busy
+    # in NumPy: PyTorch would index with all threads, which takes 20 ms if other work keeps them busy
     rows = zip(ids.cpu().numpy(), mask.bool().cpu().numpy(), strict=True)
     return [torch.from_numpy(row[is_token]) for row, is_token in rows]

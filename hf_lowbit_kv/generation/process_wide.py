@@ -1,5 +1,4 @@
-"""Settings of the whole process that several threads need at the same time: the first thread sets them, the last
-restores them."""
+"""Process-wide settings that several threads need at the same time: the first thread sets them, the last restores them."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 
 class ProcessWide:
-    """A change of the process that calls in several threads share. The first one makes it, and the last one undoes it.
+    """A process-wide change that calls in several threads share. The first call makes it, and the last one undoes it.
 
-    If each thread saved and restored the setting by itself, the last one would restore what another thread had set.
+    If each thread saved and restored the setting, the last thread would restore the setting of another one.
 
     Args:
-        change: a context manager factory that makes the change and undoes it. Each first user calls and enters it. It
-            may be entered in one thread and left in another.
+        change: factory of a context manager that makes the change and undoes it. The first call enters it. It may be
+            entered in one thread and exited in another.
     """
 
     def __init__(self, change: Callable[[], contextlib.AbstractContextManager]):

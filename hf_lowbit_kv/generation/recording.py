@@ -1,14 +1,14 @@
 """Decoding steps recorded in CUDA graphs, without a compiler: the eager step of a preallocated cache, replayed.
 
-A step of one token launches the same kernels at the same addresses as the step before, so it is recorded once and
+A step of one token launches the same kernels at the same addresses as the previous step, so it is captured once and
 replayed. transformers calls a `RecordedStep` for each token of a `generate` call. A `Recorder` keeps the recordings of
-one cache. The first steps of each kind run eagerly. They load kernels, and show what a step changes in Python. The next
-step is recorded. A `Recorder` keeps no reference to the cache or the model, so both can be freed.
+one cache. The first steps of each kind run eagerly: they load kernels, and show what a step changes in Python. The next
+step is captured. A `Recorder` keeps no reference to the cache or the model, so both can be freed.
 
-Kernels of this package compute pieces of the model while a step is recorded (`fusing`). Layers that the user has
-compiled are recorded compiled (`compiled_layers`).
+During capture, kernels of this package compute parts of the model (`fusing`). Layers that the user has compiled are
+captured compiled (`compiled_layers`).
 
-Stamps (`process_stamps`) say for how long a recording is valid. `step_state` finds what a step changes in Python.
+Stamps (`process_stamps`) determine how long a recording is valid. `step_state` finds what a step changes in Python.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from .step_state import counted, python_state, restore, snapshot, windows_full
 from .sync_watch import watch
 from .tensor_parallel import Ranks, watch_ranks
 
-#: number of kinds of step kept for a cache: with and without padding, with other outputs, before and after windows are
-#: full
+#: recordings kept per cache: kinds of step differ in padding, in outputs, and in whether sliding windows are full
 KEPT_RECORDINGS = 8
 #: warm-up steps before a kind of step is declared unrecordable
 WARM_UPS = 3
@@ -53,10 +52,10 @@ _recorders: weakref.WeakKeyDictionary[LowBitLayer, Recorder] = weakref.WeakKeyDi
 
 
 def recorded_step(cache: Any, device: torch.device, fuse: bool = True) -> RecordedStep | None:
-    """The callable in place of the model, for one call of `generate` with this cache; `None` without graphs.
+    """The callable in place of the model, for one `generate` call with this cache; `None` if the device has no graphs.
 
     Args:
-        fuse: whether kernels compute pieces of the model.
+        fuse: whether fused kernels compute parts of the model.
     """
     first = cache.packed_layers[0]
     recorder = _recorders.get(first)
@@ -68,8 +67,8 @@ def recorded_step(cache: Any, device: torch.device, fuse: bool = True) -> Record
 
 
 def forget_all() -> None:
-    """Free the recordings of all caches. NCCL waits for graphs that contain its collectives before it lets go of a
-    communicator, so `torch.distributed.destroy_process_group` would not return."""
+    """Free the recordings of all caches. NCCL releases a communicator only once no graph contains its collectives:
+    otherwise `torch.distributed.destroy_process_group` would not return."""
     for recorder in list(_recorders.values()):
         recorder._forget()
 
@@ -80,12 +79,13 @@ def _forgotten_at_exit() -> None:
 
 
 def forget(cache: Any) -> None:
-    """Free a cache's recordings and the memory they hold."""
+    """Free the recordings of a cache, and their memory."""
     _recorders.pop(cache.packed_layers[0], None)
 
 
 class RecordedStep:
-    """The model, for one call of `generate`: replays steps of one token, and runs everything else as the model does."""
+    """The callable in place of the model, for one `generate` call: replays steps of one token, and calls the model for all
+    other passes."""
 
     def __init__(self, recorder: Recorder, fuse: bool = True):
         self._recorder, self._fuse, self._checked = recorder, fuse, False
@@ -107,9 +107,9 @@ class RecordedStep:
 class _Recording(NamedTuple):
     graph: Graph
     inputs: list[torch.Tensor]
-    """tensors that the graph reads; a replay fills them first"""
+    """tensors that the graph reads; a replay first copies new values into them"""
     outputs: list[Any]
-    """leaves of what the model returned"""
+    """leaves of the model's result"""
     tree: Any
     counts: dict[tuple[int, str], int]
 
@@ -123,14 +123,16 @@ class Recorder:
 
     def __init__(self, make_graph: Callable[[], Graph]):
         self._make_graph = make_graph
-        self._seen: tuple | None = None  # what the recordings depend on
+        self._seen: tuple | None = None  # stamps on which the recordings depend
         self._fusion = Fusion()
         self._ranks = Ranks()
         self._forget()
 
     def _forget(self) -> None:
         self._recordings: OrderedDict[Any, _Recording] = OrderedDict()
-        self._warm: dict[Any, dict[tuple[int, str], int]] = {}  # kinds of step that ran eagerly, and what they counted
+        self._warm: dict[
+            Any, dict[tuple[int, str], int]
+        ] = {}  # kinds of step that ran eagerly -> the counts that they increased
         self._tries: dict[Any, int] = {}
         self._compiling: dict[Any, int] = {}
         self._why_not: str | None = None
@@ -138,19 +140,18 @@ class Recorder:
 
     @property
     def count(self) -> int:
-        """Recordings that are kept."""
+        """Number of recordings."""
         return len(self._recordings)
 
     @property
     def report(self) -> str:
-        """How steps run, for `summary()`. The text is made once: a large model has hundreds of pieces, and every step
-        asks."""
+        """How steps run, for `summary()`. The text is cached: every step reads it, and a large model has hundreds of parts."""
         if self._report is None:
             self._report = f"eager: {self._why_not}" if self._why_not else f"recorded; fused: {self._fusion.report()}"
         return self._report
 
     def check(self, model: Any, cache: Any, fuse: bool = True) -> None:
-        """Forget recordings if model, cache or torch have changed since they were made, on any rank."""
+        """Drop recordings if model, cache or settings of torch have changed since, on any rank."""
         state = (model_stamp(model), cache_stamp(cache), settings_stamp(), fuse)
         self._ranks = Ranks.of(model)
         if self._ranks.any(state != self._seen):
@@ -161,7 +162,7 @@ class Recorder:
                 self._refuse(model, reason)
 
     def _on_any_rank(self, reason: str | None) -> str | None:
-        """The reason, or that another rank has one."""
+        """The reason of this rank, or else a text if another rank has one."""
         return (reason or "another rank cannot record it") if self._ranks.any(reason is not None) else None
 
     def step(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -173,7 +174,7 @@ class Recorder:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         kind = (*(_kind(leaf, cache) for leaf in leaves), repr(tree), *windows_full(cache), model.training)
         if (recording := self._recordings.get(kind)) is None:
-            self._report = None  # pieces may be found not to hold
+            self._report = None  # a fused part may be given up
             if kind not in self._warm:
                 return self._warm_up(kind, model, inputs)
             recording, reason = self._recorded(kind, model, cache, leaves, tree)
@@ -192,9 +193,9 @@ class Recorder:
         return _replay(recording, cache, tensors)
 
     def _warm_up(self, kind: Any, model: Any, inputs: dict[str, Any]) -> Any:
-        """Run the step eagerly. It shows what the step counts in Python, whether it can be recorded, and which pieces
-        kernels can compute. First comes the model's own step with kernels beside it, then the step with these pieces
-        fused."""
+        """Run the step eagerly. This shows what the step counts in Python, whether it can be captured, and which parts
+        kernels can compute. The first warm-up compares kernels with the model's own step; the next one runs the step with
+        these parts fused."""
         cache, fusion = cache_in(inputs), self._fusion
         observed = self._ranks.any(not fusion.settled)
         before, compiled = python_state(cache), compilations()
@@ -223,14 +224,14 @@ class Recorder:
             fusion.give_up(reason)
             return outputs
         self._tries[kind] = self._tries.get(kind, 0) + 1
-        if self._tries[kind] >= WARM_UPS:  # what happened only in the first steps was loading
+        if self._tries[kind] >= WARM_UPS:  # earlier tries may only have loaded kernels
             self._refuse(model, reason)
         return outputs
 
     def _recorded(
         self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any
     ) -> tuple[_Recording | None, str | None]:
-        """A recording of the step, or why there is none."""
+        """A recording of the step, or the reason why there is none."""
         try:
             return self._record(kind, model, cache, leaves, tree), None
         except Exception as error:
@@ -243,7 +244,7 @@ class Recorder:
             with _capturing, recorded_as_compiled(model, capturing=True), self._fusion.in_force(model):
                 outputs = graph.capture(lambda: model(**pytree.tree_unflatten(arguments, tree)))
         finally:
-            restore(cache, state)  # the replay that follows counts
+            restore(cache, state)  # the replay that follows advances the counts
         results, out_tree = pytree.tree_flatten(outputs)
         results = [_CACHE if leaf is cache else leaf for leaf in results]
         inputs = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
@@ -256,7 +257,7 @@ class Recorder:
 
 
 def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> Any:
-    cache.packed_layers[0].get_mask_sizes(1)  # raises where there is no room
+    cache.packed_layers[0].get_mask_sizes(1)  # raises if there is no room
     for recorded, tensor in zip(recording.inputs, tensors, strict=True):
         recorded.copy_(tensor, non_blocking=True)
     recording.graph.replay()
@@ -273,14 +274,14 @@ def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> A
 
 
 def _kind(leaf: Any, cache: Any) -> Any:
-    """The properties of one of a step's inputs on which a recording depends."""
+    """The properties of an input of a step on which a recording depends."""
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return "cache" if leaf is cache else repr(leaf)
 
 
 def why_not_recorded(model: Any) -> str | None:
-    """Why the steps of this model cannot be recorded, as far as known without running one, or `None`."""
+    """The reason why steps of this model cannot be captured, if known without running one; otherwise `None`."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if "meta" in devices or (len(devices) > 1 and "cpu" in devices):
         return "some of its weights are offloaded"

@@ -1,5 +1,5 @@
-"""Settings that say how tokens are drawn, checked before a prompt is read. transformers checks most of them afterwards,
-when it makes its logits processors."""
+"""Checks of sampling settings before the prompt is read. transformers checks most of them afterwards, when it makes its
+logits processors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..storage.layer_spec import check_count
 
 @dataclass(frozen=True)
 class Allowed:
-    """Numbers that a setting may be."""
+    """The range of numbers allowed for a setting."""
 
     low: float = 0
     high: float = math.inf
@@ -26,7 +26,9 @@ class Allowed:
     def __contains__(self, value: Any) -> bool:
         kinds = int if self.whole else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool)
-        return number and self.low <= value <= min(self.high, sys.float_info.max)  # neither NaN, nor more than a float
+        return number and self.low <= value <= min(
+            self.high, sys.float_info.max
+        )  # neither NaN nor beyond the range of floats
 
     def __str__(self) -> str:
         kind = "an integer" if self.whole else "a number"
@@ -34,8 +36,8 @@ class Allowed:
 
 
 _SHARE, _COUNT = Allowed(high=1), Allowed(whole=True)
-#: settings that are numbers. transformers compares some of them before it looks at their type, and ignores others if they are
-#: out of range
+#: settings that are numbers. transformers compares some of them before it checks their type, and ignores others if they
+#: are out of range
 NUMBERS = {
     "temperature": Allowed(),
     "top_k": _COUNT,
@@ -54,10 +56,10 @@ NUMBERS = {
 
 
 def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping[str, Any]) -> None:
-    """Raise what transformers would raise for these settings after it has read the prompt.
+    """Raise the errors that transformers would raise for these settings after it has read the prompt.
 
     Args:
-        model: unwrapped. prompt_ids: int64 `[rows, tokens]`; `None`: not known.
+        model: unwrapped. prompt_ids: int64 `[rows, tokens]`; `None`: unknown.
         options: as for `model.generate`.
 
     Raises:
@@ -74,8 +76,8 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
 
 
 def check_settings(options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for settings of the call, or of its `generation_config`, that are no numbers or out of range, and
-    for a bad `num_return_sequences`, `do_sample`, `stop_strings` or `eos_token_id`."""
+    """Raise `ValueError` if a setting of the call, or of its `generation_config`, is not a number or is out of range, or
+    if `num_return_sequences`, `do_sample`, `stop_strings` or `eos_token_id` is invalid."""
 
     def setting(name: str) -> Any:
         value = options.get(name)
@@ -109,10 +111,10 @@ def processors_of(
 
     Args:
         config: prepared as `generate` does. prompt_ids: int64 `[1, tokens]`. device: of the processors' tensors.
-        options: as for `model.generate`; only the caller's own processors and `prefix_allowed_tokens_fn` are taken.
+        options: as for `model.generate`; only `logits_processor` and `prefix_allowed_tokens_fn` are used.
 
     Raises:
-        ValueError: a setting has a value that is not allowed.
+        ValueError: a setting is not allowed.
     """
     own: Sequence[Any] = options.get("logits_processor") or []
     processors: LogitsProcessorList = model._get_logits_processor(

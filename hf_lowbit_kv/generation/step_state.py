@@ -1,7 +1,7 @@
-"""Changes that a step makes in Python: the attributes of a cache's layers.
+"""Changes that a step makes in Python: attributes of the layers of a cache.
 
-A replayed step runs no Python. So what the step counts there is found by comparing the state before and after it
-(`python_state`, `counted`). What recording a step has changed is undone (`saved`, `restore`).
+A replayed step runs no Python. So the counts that a step increases are found by comparing the state before and after an
+eager step (`python_state`, `counted`). Changes made during capture are undone (`snapshot`, `restore`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..storage.process_stamps import addresses
 
 
 def windows_full(cache: Any) -> Iterator[bool]:
-    """For each of transformers' sliding layers, whether its window is full: it then does other work."""
+    """For each sliding-window layer, whether its window is full: full windows launch other kernels."""
     for layer in cache.layers:
         if isinstance(layer, StaticSlidingWindowLayer):
             yield layer.cumulative_length_int >= layer.max_cache_len
 
 
 def python_state(cache: Any) -> dict[tuple[int, str], Any]:
-    """The Python state of transformers' own layers: plain values, and addresses of tensors."""
+    """The Python state of native layers: plain values, and addresses of tensors."""
     state: dict[tuple[int, str], Any] = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LowBitLayer):
@@ -40,7 +40,8 @@ def python_state(cache: Any) -> dict[tuple[int, str], Any]:
 
 
 def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
-    """By how much numbers have grown, and which other values have changed. A replay cannot change those other values."""
+    """The increments of numbers between two states, and the reason why a replay cannot repeat the step, or `None`: another
+    value changes."""
     counts: dict[tuple[int, str], int] = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)
@@ -58,7 +59,7 @@ def snapshot(cache: Any) -> tuple[list[dict[str, Any]], Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Containers that a step may change in place are copied, tensors never are."""
+    """A shallow copy of a container, which a step may change in place. Tensors are not copied."""
     return copy.copy(value) if isinstance(value, (list, dict, set)) or hasattr(type(value), "__copy__") else value
 
 

@@ -1,7 +1,7 @@
-"""The text that a cache holds: remembered after a call, and compared with the text of the next one.
+"""The text in a cache: remembered after a call, and compared with the text of the next call.
 
-It is remembered as ids `[B, n]`. If a prompt came as embeddings, it is remembered as a few sums of each token's embedding,
-float32 `[B, n, SUMS]`.
+It is kept as ids `[B, n]`. If the prompt was passed as embeddings, it is kept as a few sums per embedding, float32
+`[B, n, SUMS]`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import torch
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.pass_guard import another_text
 
-#: sums of an embedding; how much two may differ, relative to their root mean square
+#: sums per embedding; allowed difference of two sums, relative to their root mean square
 SUMS, TOLERANCE = 4, 1e-3
 
 
 def check_continued(cache: LowBitCache, inputs: Mapping[str, Any], model: Any) -> bool:
-    """Raise if the arguments of a `generate` call are not a text that continues the tokens of its cache. Returns whether
-    they are a whole text: transformers also accepts only the new tokens, with a mask for all, and those are not
-    compared."""
+    """Raise if the text of a `generate` call does not continue the tokens in its cache.
+
+    Returns:
+        Whether the arguments are the whole text. transformers also accepts the new tokens only, with a mask for all
+        tokens; these are not compared.
+    """
     text, mask = _text_in(inputs), inputs.get("attention_mask")
     if not isinstance(text, torch.Tensor) or text.dim() != (3 if text.is_floating_point() else 2):
         return False
@@ -35,13 +38,13 @@ def check_continued(cache: LowBitCache, inputs: Mapping[str, Any], model: Any) -
 
 
 def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int, model: Any) -> None:
-    """Raise if the text does not begin with the tokens that the cache is known to hold. Padding is not compared."""
+    """Raise if the text does not begin with the remembered tokens of the cache. Padding is not compared."""
     text = _text_in(inputs)
     if cache.text is None or text is None or seen == 0:
         return
     stored = cache.text[:, :seen].to(text.device)
     if len(stored) != len(text):
-        return  # the cache itself refuses another number of rows
+        return  # the cache itself rejects another number of rows
     begin = text[:, : stored.shape[1]]
     if begin.is_floating_point() or stored.is_floating_point():
         if hasattr(model.config, "vision_config"):  # embeddings of images are at the positions of their ids
@@ -71,7 +74,7 @@ def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any], model
     """Keep the text that the cache holds now, for the next turn.
 
     Args:
-        out: of `generate`, with a row for each row of the cache. prompt: the arguments of `generate`.
+        out: the result of `generate`, with a row for each row of the cache. prompt: the arguments of `generate`.
     """
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
     cache.text, text = None, _text_in(prompt)
@@ -80,7 +83,7 @@ def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any], model
         return
     if not text.is_floating_point():
         cache.text = sequences[:, :stored].clone()
-    elif text.dim() == 3:  # `sequences` begins with the ids that came beside the embeddings, if any did
+    elif text.dim() == 3:  # `sequences` begins with the ids that were passed with the embeddings, if any
         ids = prompt.get("input_ids")
         written = sequences[:, 0 if ids is None else ids.shape[1] :]
         before = _sums(text, model).repeat_interleave(len(sequences) // len(text), 0)

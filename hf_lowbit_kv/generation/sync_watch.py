@@ -1,8 +1,8 @@
-"""Finds the places where the CPU waits for the GPU during a step. A CUDA graph cannot contain such waits.
+"""Finds where the CPU waits for the GPU during a step. A CUDA graph cannot contain such waits.
 
-PyTorch warns about them in a mode of the whole process, and Python's warning filters belong to the whole process too.
-So threads share both, and a warning belongs to the thread in which it occurs. If another thread leaves a
-`warnings.catch_warnings` meanwhile, Python puts the old filters back. Then a warning about a wait may be shown.
+PyTorch warns about waits in a process-wide debug mode, and Python's warning filters are process-wide too. So threads
+share both, and a warning is assigned to the thread in which it occurs. If another thread exits a
+`warnings.catch_warnings` meanwhile, Python restores the old filters. Then a warning about a wait may be printed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ _watches = threading.local()
 
 
 class _Waits:
-    """Takes the place of the message pattern in a warning filter. Python calls it in the thread that warns, and hides
-    warnings that match."""
+    """Replaces the message pattern in a warning filter. Python calls `match` in the thread that warns, and hides warnings
+    that match."""
 
     def __init__(self, enabled_before: bool):
-        self.enabled_before = (
-            enabled_before  # for threads that do not watch: somebody had enabled these warnings before
-        )
+        self.enabled_before = enabled_before  # then threads that do not watch show these warnings
         self.in_force = True  # a copy of the filters may live longer
 
     def match(self, message: str) -> bool:
@@ -54,16 +52,16 @@ def _warnings_of_waits() -> Iterator[None]:
     waits = _Waits(enabled_before=before == _WARN)
     filters: Any = warnings.filters
     filters.insert(0, ("ignore", waits, Warning, None, 0))
-    # added by the front door: Python then also asks about warnings that it has shown once and would not repeat
+    # added through `filterwarnings`, so that Python also passes warnings that it has shown once and would not repeat
     warnings.filterwarnings("ignore", message=_OWN_PATTERN)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         yield
     finally:
-        if torch.cuda.get_sync_debug_mode() == _WARN:  # otherwise somebody else has changed the mode meanwhile
+        if torch.cuda.get_sync_debug_mode() == _WARN:  # otherwise other code has changed the mode
             torch.cuda.set_sync_debug_mode(before)
         waits.in_force = False
-        # `warnings.catch_warnings` of any thread may have put a copy in the place of the list
+        # `warnings.catch_warnings` of any thread may have replaced the list by a copy
         current: Any = warnings.filters
         for each in (filters, current):
             each[:] = [
@@ -76,10 +74,10 @@ _warned_of = ProcessWide(_warnings_of_waits)
 
 @contextlib.contextmanager
 def watch(device: torch.device) -> Iterator[list[str]]:
-    """A list of the places (`file:line`) where this thread waits for the GPU inside. Other threads may watch at the
-    same time.
+    """Yields a list that gets the location (`file:line`) of each wait of this thread for the GPU. Other threads may watch
+    at the same time.
 
-    On other devices than NVIDIA's and AMD's the list stays empty.
+    The list stays empty except on GPUs of NVIDIA and AMD.
     """
     locations: list[str] = []
     if device.type != "cuda":

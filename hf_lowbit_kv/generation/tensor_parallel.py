@@ -1,7 +1,11 @@
 """Recorded steps of a model that tensor parallelism spreads over several processes (ranks).
 
-A recorded step contains collectives, so all ranks must record, refuse, drop and replay the same steps. They agree before
-each step that is not replayed, and once per call of `generate`; a replay exchanges nothing but its own collectives.
+A recorded step contains collectives, so all ranks must capture, reject, drop and replay the same steps. They agree once
+per `generate` call, and before each step that is not replayed. A replay runs no other collectives than its own.
+
+NCCL's watchdog does not follow collectives inside a CUDA graph. If a rank dies, the others wait in the next collective
+of the graph forever, and none of their Python code runs. So a thread of each rank counts up in the store of the process
+group, and watches the counts of the other ranks (`watch_ranks`).
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from torch import nn
 
 #: the module of transformers whose wrappers of `forward` split a layer's input and output
 _WRAPPERS = "transformers.distributed."
-#: seconds between two beats, and until a rank without a beat counts as dead. A thread that compiles may hold Python's
-#: lock for some seconds
+#: seconds between two beats, and without a beat until a rank counts as dead. A thread that compiles may hold Python's
+#: lock for several seconds
 INTERVAL, PATIENCE = 2.0, 30.0
 #: exit status of a process that ends because another rank has died
 EXIT_STATUS = 70
@@ -33,8 +37,8 @@ class Ranks:
     """The processes that share a model.
 
     Args:
-        group: their process group; `None`: the model belongs to one process.
-        device: where collectives of this group run.
+        group: their process group; `None`: the model is in one process.
+        device: device on which collectives of this group run.
     """
 
     def __init__(self, group: Any = None, device: torch.device | None = None):
@@ -79,29 +83,29 @@ def splits(module: nn.Module) -> bool:
 
 
 def watch_ranks(group: Any) -> None:
-    """Watch the other ranks of this process group from now on, in a daemon thread; once for each group.
+    """Watch the other ranks of this process group in a daemon thread, which is started once per group.
 
-    A rank that ends normally says so, and is not watched any more. If one dies, this process ends with `EXIT_STATUS`
-    and a message: its main thread waits in the driver, so no exception could reach it.
+    A rank that ends normally announces it, and is no longer watched. If a rank dies, this process exits with
+    `EXIT_STATUS` and a message: its main thread waits in the driver, where no exception reaches it.
     """
     with _lock:
         if group.group_name in _started:
             return
         _started.add(group.group_name)
     default: Any = dist.distributed_c10d._get_default_store()
-    store = default.clone()  # a connection of its own: others may block on theirs
+    store = default.clone()  # a separate connection: other calls may block on the first one
     own = dist.get_rank()
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != own]
     heart = Heartbeat(store, f"hf-lowbit-kv/{group.group_name}", own, others)
-    util.Finalize(None, heart.leave, exitpriority=0)  # at the end of processes of multiprocessing, too
+    util.Finalize(None, heart.leave, exitpriority=0)  # also runs at the end of multiprocessing processes
     threading.Thread(target=heart.run, name="hf-lowbit-kv-heartbeat", daemon=True).start()
 
 
 class Heartbeat:
-    """Counts up for one rank, and watches the counts of others.
+    """Counts up for one rank, and watches the counts of the others.
 
     Args:
-        store: of the process group. prefix: of its keys. own, others: ranks.
+        store: the store of the process group. prefix: prefix of its keys. own, others: ranks.
     """
 
     def __init__(self, store: Any, prefix: str, own: int, others: list[int]):
@@ -122,7 +126,7 @@ class Heartbeat:
                         del seen[rank]
                     elif value != last:
                         seen[rank] = value, now
-            except Exception as error:  # the process that has the store is gone
+            except Exception as error:  # the process with the store has ended
                 if not self.left.is_set():
                     _end(f"the store of the process group does not answer ({type(error).__name__}: {error})")
                 return
@@ -131,11 +135,11 @@ class Heartbeat:
                     _end(f"rank {rank} has given no sign of life for {now - since:.0f} s")
 
     def leave(self) -> None:
-        """Say that this rank ends normally."""
+        """Announce that this rank ends normally."""
         self.left.set()
         try:
             self.store.set(self._key(self.own), _LEFT.decode())
-        except Exception:  # the others are gone already
+        except Exception:  # the other ranks have ended already
             return
 
     def _key(self, rank: int) -> str:

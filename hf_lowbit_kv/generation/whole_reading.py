@@ -1,5 +1,5 @@
-"""Texts whose rotary embeddings depend on their length (`cache.length_rope`): read in parts as if they were read whole, and
-read again where stored keys have other frequencies.
+"""Texts whose rotary embeddings depend on their length (`cache.length_rope`). They are prefilled in parts with the
+frequencies of the whole text, and are read again if stored keys have other frequencies.
 
 Both override methods of one model, or of its rotary modules, for a while.
 """
@@ -24,10 +24,10 @@ from .overriding import original, overridden
 
 @contextlib.contextmanager
 def read_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
-    """Inside, this thread's forward passes have the frequencies of the whole text, whatever part of it they read.
+    """Inside, forward passes of this thread use the frequencies of the whole text, for any part of it.
 
     Args:
-        mask: of the whole text, padding included, `[B, S]`.
+        mask: mask of the whole text, padding included, `[B, S]`.
     """
     if length_rope.length_rope(model) is None:
         yield
@@ -44,13 +44,13 @@ def read_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
 
 
 def longest_row(mask: torch.Tensor) -> int:
-    """Tokens of the longest row. Waits for the device."""
+    """Length of the longest row. Waits for the device."""
     return int(mask.sum(1).max())
 
 
 def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Override of a rotary module's `forward`, which takes the length from the largest position: one more position, that
-    of the text's last token, is passed and its result removed."""
+    """Override of a rotary module's `forward`, which infers the length from the largest position. It appends the position
+    of the last token of the text, and removes its result."""
     call, length = original(self, "forward"), reading_length.get()
     if length is None:
         return call(x, position_ids, *args, **kwargs)
@@ -63,19 +63,19 @@ def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, 
 
 
 def keeping_cache(model: Any) -> tuple[Callable, ...]:
-    """The overrides with which this model's `generate` keeps a low-bit cache."""
+    """The overrides that make this model's `generate` keep a low-bit cache."""
     return () if drop_limit(model) is None else (prepare_inputs_for_generation,)
 
 
 def prepare_inputs_for_generation(
     self: Any, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
 ) -> Any:
-    """Override of the method in which Phi's models drop their cache once a text is longer than
-    `original_max_position_embeddings`. A low-bit cache is kept instead. If its keys have other frequencies than the text has
-    now, it is emptied, and this pass reads the whole text. If the call has only a part of it, the text goes on as with
+    """Override of the method in which Phi models drop their cache once a text is longer than
+    `original_max_position_embeddings`. A low-bit cache is kept. If its keys do not have the frequencies of the text, it is
+    emptied, and this pass reads the whole text. If the call has only a part of the text, it continues as with
     transformers' caches, with a warning."""
     cache = cache_in(kwargs)
-    kwargs |= {"inputs_embeds": inputs_embeds}  # transformers looks for it in the signature
+    kwargs |= {"inputs_embeds": inputs_embeds}  # transformers looks for this name in the signature
     if not isinstance(cache, LowBitCache):
         return original(self, PREPARE)(input_ids, **kwargs)
     read = cache.read_lengths
@@ -88,13 +88,13 @@ def prepare_inputs_for_generation(
         elif not read.mixed or new != 1:
             cache.reset()
             kwargs |= {"next_sequence_length": None, "is_first_iteration": True}
-    # the method that the dropping one extends
+    # skip the method that drops the cache
     owner = next(cls for cls in type(self).__mro__ if PREPARE in vars(cls))
     return getattr(super(owner, self), PREPARE)(input_ids, **kwargs)
 
 
 def _agree(read: length_rope.ReadLengths, cache: Any, columns: int, mask: torch.Tensor | None) -> bool:
-    """Whether stored keys have the frequencies of the text. Waits for the device only if padding may matter."""
+    """Whether stored keys have the frequencies of the text. Waits for the device only if padding matters."""
     first = read.first_read(cache)
     if read.rope.agree(first, columns):
         return True

@@ -1,7 +1,6 @@
-"""Bytes of a cache of any length and number of rows, and of reading a prompt, from a model's shape only.
+"""Bytes of a cache of any length and number of rows, and of prefill, from the shape of a model only.
 
-Caches and layers are made on the meta device, and the bytes of their tensors are summed. So the count is exactly what
-is allocated.
+Caches and layers are made on the meta device, and the bytes of their tensors are summed. So the count is exact.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ..storage.paged_store import PagedStore
 from ..triton_kernels.config import BUFFER_BYTES
 from .model_shapes import Shape
 
-#: tokens of a prompt that are read at a time
+#: tokens per prefill chunk
 CHUNK = 2048
 META = torch.device("meta")
 
@@ -41,14 +40,14 @@ class CacheMemory:
     """Counts the bytes of a cache. Layers of one kind are counted together.
 
     Args:
-        shape: the model's shape. layers: the layers' own caches, by index.
+        shape: the shape of the model. layers: cache layers by index.
     """
 
     #: whether the cache needs a calibration of the model
     calibrated = False
-    #: whether large key biases of a model would spoil the keys of its layers
+    #: whether large key biases of a model spoil keys of this format
     needs_small_biases = False
-    #: for layers with full attention: KV heads and widths of the two streams, as far as the configuration says
+    #: for full-attention layers: KV heads and widths of the two streams, `None` if the configuration does not give them
     packed_sizes: dict[int, tuple[int | None, ...]]
 
     def __init__(self, shape: Shape, layers: Iterable[Any]):
@@ -68,11 +67,11 @@ class CacheMemory:
         return sum(count * self._counters[kind](tokens, rows) for kind, count in self._kinds.items())
 
     def _kind(self, index: int, layer: Any) -> tuple[Any, ...]:
-        """A key that is equal for layers that take equally many bytes."""
+        """A key that is equal for layers of equal size."""
         raise NotImplementedError
 
     def _counter(self, kind: tuple[Any, ...], index: int) -> Callable[[int, int], int]:
-        """Bytes of such a layer, by tokens and rows. The state of a recurrent layer does not grow."""
+        """A function of tokens and rows: bytes of a layer of this kind. The state of a recurrent layer does not grow."""
         if kind[0] is RECURRENT:
             return lambda tokens, rows: rows * kind[1]
         return lambda tokens, rows: self._nbytes(index, tokens, rows)
@@ -90,13 +89,13 @@ class CacheMemory:
 
     @functools.cached_property
     def _key_channels(self) -> dict[int, int]:
-        """Channels of all KV heads together, by layer, where the model has a projection of its own for keys."""
+        """Channels of all KV heads together, by layer, if the layer has a separate key projection."""
         modules = attention_modules(self.shape.model, set(range(len(self.layers))))
         projections = ((index, getattr(module, "k_proj", None)) for index, module in modules)
         return {index: part.out_features for index, part in projections if isinstance(part, torch.nn.Linear)}
 
     def _widths(self, index: int) -> tuple[int, int, int]:
-        """KV heads and widths of a layer's two streams."""
+        """KV heads and widths of the two streams of a layer."""
         packed = self.packed_sizes.get(index)
         heads, first, second = packed or DIRECT.sizes(self.shape.config.per_layer_config[index])
         if heads is None or first is None or second is None:
@@ -162,7 +161,7 @@ class PresetMemory(CacheMemory):
 
 
 class _Placeholders:
-    """Parameters with the right sizes and without values, like those of a calibration of the model."""
+    """Parameters with the sizes of a calibration of the model, and without values."""
 
     def __init__(self, spec: LayerSpec, sizes: Mapping[int, tuple[Any, ...]]):
         self.spec, self.sizes = spec, sizes
@@ -178,13 +177,12 @@ class _Placeholders:
 
 
 def _shared(part: Any, width: int, heads: int) -> bool:
-    """Whether all KV heads of a layer share the parameters that `calibrate` makes."""
+    """Whether `calibrate` makes one set of parameters for all KV heads of a layer."""
     return not getattr(calibrator_for(part, width, heads), "separate", True)
 
 
 def _plain(shape: Shape) -> LowBitCache:
-    """A cache in the model's dtype, which shows the sizes of the packed layers. Raises `ValueError` if no cache serves
-    the model."""
+    """A cache in the model's dtype, for the sizes of packed layers. Raises `ValueError` if the model is not supported."""
     try:
         return from_preset("dense", shape.model)
     except ValueError:
@@ -196,11 +194,13 @@ def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _recurrent_bytes(shape: Shape) -> dict[int, int]:
-    """Bytes of a row's state, by layer. Two tokens are read on the meta device to find them, by one layer of each kind."""
+    """Bytes of the state of a row, by layer. One layer of each kind reads two tokens on the meta device."""
     cache = DynamicCache(config=shape.config)
     kinds = getattr(shape.config, "layer_types", None) or range(len(cache.layers))
     first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    shape.model.set_experts_implementation("batched_mm")  # the other ways branch on data, or take only bfloat16
+    shape.model.set_experts_implementation(
+        "batched_mm"
+    )  # other implementations branch on data, or accept only bfloat16
     with torch.no_grad(), _only(shape.model, sorted(first.values()), len(cache.layers)):
         shape.model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=META), use_cache=True, **as_argument(cache))
     states = {kind: sum(tensor.nbytes for tensor in tensors_of(cache.layers[index])) for kind, index in first.items()}
@@ -227,23 +227,23 @@ def _only(model: torch.nn.Module, indices: Sequence[int], count: int) -> Iterato
 
 
 def _largest(size: Any) -> int | None:
-    """A size of all layers, or the largest of a list with that of each layer (Gemma 3n)."""
+    """A size, or the largest of a list of sizes by layer (Gemma 3n)."""
     return max(size) if isinstance(size, (list, tuple)) else size
 
 
 def chunk_bytes(shape: Shape, packed: bool) -> int:
-    """Peak of temporary bytes while a chunk of `CHUNK` tokens is read. It is the larger of two: the MLP's activations;
-    or, after packed tokens, the buffer that attention unpacks into, with attention's inputs and outputs.
+    """Peak of temporary bytes during prefill of `CHUNK` tokens: the maximum of the MLP's activations and, with packed
+    tokens, attention's unpacking buffer, inputs and outputs.
 
-    They are counted as transformers' code allocates them. For the MLP that is the activated gate, the other half and
-    their product, and four times the hidden states (residual, norm, input and output). An 8B shape took 120 kB for each
-    token on an H200; this function says 119.
+    The count follows transformers' code. The MLP needs the activated gate, the other half and their product, and four
+    times the hidden states (residual, norm, input and output). For an 8B shape this is 119 kB per token; measured on an
+    H200: 120 kB.
     """
     config = shape.config
     hidden, itemsize = config.hidden_size, shape.dtype.itemsize
     dense = _largest(getattr(config, "intermediate_size", None)) or 4 * hidden
     if getattr(config, "use_double_wide_mlp", False) and getattr(config, "num_kv_shared_layers", 0):
-        dense *= 2  # in those layers (Gemma 4)
+        dense *= 2  # in layers with shared KV (Gemma 4)
     experts = getattr(config, "num_experts_per_tok", None) or 0
     expert = getattr(config, "moe_intermediate_size", None) or dense
     widths = max(3 * dense, experts * (3 * expert + hidden))
@@ -253,6 +253,6 @@ def chunk_bytes(shape: Shape, packed: bool) -> int:
     heads = config.num_attention_heads
     # layers may differ (Gemma 4)
     width = max(getattr(layer, "head_dim", None) or hidden // heads for layer in config.per_layer_config)
-    # queries and output in the model's dtype, output and its log-sum-exp carried in float32
+    # queries and output in the model's dtype, accumulated output and its log-sum-exp in float32
     attention = CHUNK * heads * (2 * width * itemsize + 4 * width + 4) + CHUNK * 4 * hidden * itemsize
     return max(activations, BUFFER_BYTES + attention)

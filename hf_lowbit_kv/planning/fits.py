@@ -1,7 +1,7 @@
-"""Does it fit? Bytes of weights, cache and reading for every preset, from a configuration only.
+"""Does it fit? Bytes of weights, cache and prefill for every preset, from a configuration only.
 
 The model and its cache are made on the meta device, where tensors have sizes but no memory, and their bytes are summed.
-So there is no second way of counting. GB are 10^9 bytes.
+GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
 from .model_shapes import Shape, shape_of, weight_bytes
 from .weight_kinds import WEIGHT_KINDS
 
-#: bytes for CUDA's own context, loaded kernels and recorded graphs
+#: bytes for the CUDA context, loaded kernels and CUDA graphs
 CUDA_BYTES = 10**9
-#: name of the table's row that is not a preset
+#: name of the row of the 16-bit cache
 FULL = "16-bit"
 GB = 10**9
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes that a model takes with one cache.
+    """Memory of a model with one cache.
 
     Attributes:
         preset: name, or "16-bit" for transformers' own growing cache.
-        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of reading one
+        weights, cache, chunk, cuda: bytes of the parameters, of the preallocated cache of all rows, of prefilling one
             chunk, and of CUDA with recorded steps.
         memory: available bytes.
-        longest_context: largest number of tokens of a row that fits, with this number of rows; 0: none fits.
-        most_rows: largest number of rows with this context that fits.
+        longest_context: largest number of tokens per row that fits with this number of rows; 0: none fits.
+        most_rows: largest number of rows that fits with this context.
         calibrated: whether the preset needs a calibration of the model.
-        biased: whether the model has key biases, and the preset a range per token for keys, which large biases spoil.
+        biased: whether the model has key biases, and the preset has a range per token for keys, which large biases spoil.
     """
 
     preset: str
@@ -79,21 +79,21 @@ class Fit:
 
 
 def _nearness(fit: Fit) -> tuple[bool, int, int, int]:
-    """Larger is better: no calibration, more bits in codes, more sink tokens, less metadata."""
+    """Sort key, larger is better: no calibration, more bits in codes, more sink tokens, less metadata."""
     spec = get_preset(fit.preset).spec()
     codes = sum(fmt.code_bytes(128, spec.page_size, torch.float16) for fmt in spec.formats)
     return not fit.calibrated, codes, spec.sink, -fit.cache
 
 
 class FitTable(Sequence[Fit]):
-    """One `Fit` for each cache, the 16-bit cache first. Then the recommended presets: those that fit, most bits first,
-    and those that do not. Then the others likewise. With `presets=` they come in its order. Prints as a table, which has
-    at most 12 rows unless `presets=` named more.
+    """One `Fit` per cache, the 16-bit cache first. Recommended presets follow: those that fit, most bits first, and those
+    that do not; then other presets in the same way. With `presets=` the order is the caller's. Prints as a table of at
+    most 12 rows, or of all `presets=`.
 
     Attributes:
-        name: the model's name. context: tokens of a row. rows: number of rows. positions: tokens that the model was
-            made for, or `None` if its configuration does not say. dropped_at: tokens beyond which the model's own `generate`
-        drops its cache, or `None`.
+        name: the model's name. context: tokens per row. rows: number of rows.
+        positions: tokens that the model was made for, or `None` if its configuration does not say.
+        dropped_at: tokens beyond which the model's own `generate` drops its cache, or `None`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class FitTable(Sequence[Fit]):
 
     @property
     def whole(self) -> FitTable:
-        """The same table, which prints all rows."""
+        """The same table with all rows printed."""
         return FitTable(self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at)
 
     @property
@@ -136,18 +136,18 @@ class FitTable(Sequence[Fit]):
 
     @property
     def nearest(self) -> Fit | None:
-        """The preset with the most bits in its codes that fits, of those below 16 bits. One that needs no calibration, if
-        there is one; none that large key biases would spoil."""
+        """The preset below 16 bits with the most bits in its codes that fits; one without calibration, if there is one.
+        Presets that large key biases would spoil are excluded."""
         return max((fit for fit in self if fit.fits and fit.packs and not fit.biased), key=_nearness, default=None)
 
     @property
     def recommended(self) -> Fit | None:
-        """The default preset if it fits, otherwise `nearest`. `None`: nothing below 16 bits fits."""
+        """The default preset if it fits, otherwise `nearest`. `None`: no preset below 16 bits fits."""
         return next((fit for fit in self if fit.fits and fit.preset == DEFAULT_PRESET), self.nearest)
 
     @property
     def advice(self) -> str:
-        """Which presets to take, in one line."""
+        """One line of advice."""
         best, nearest = self.recommended, self.nearest
         if best is None or nearest is None:
             return "No preset fits: take fewer tokens (see longest), fewer rows, or weights with fewer bits (int4)."
@@ -190,7 +190,7 @@ class FitTable(Sequence[Fit]):
         return notes
 
     def cells(self) -> Iterator[dict[str, str]]:
-        """The table's cells as text, heading by heading."""
+        """The rows of the table: text by heading."""
         best = self.recommended
         for fit in self.shown:
             signs = ("*", fit.calibrated), ("!", fit.biased), ("+", fit is best)
@@ -207,7 +207,7 @@ class FitTable(Sequence[Fit]):
             }
 
     def table(self) -> Table:
-        """For rich's console."""
+        """A table for rich."""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         cells = list(self.cells())
         for heading in cells[0]:
@@ -249,23 +249,23 @@ def fits(
     presets: Sequence[str] | None = None,
     report: Callable[[str, int, int], None] | None = None,
 ) -> FitTable:
-    """The memory that a model and its cache take on a GPU, for every preset.
+    """The GPU memory of a model and its cache, for every preset.
 
     Args:
         model: hub name, folder, configuration or model; its weights are not read. The names of `known_models()` work
             offline.
-        context: tokens of a row, or a text such as `"64k"` (1k is 1024).
+        context: tokens per row, or a text such as `"64k"` (1k is 1024).
         memory: memory of the GPU, in bytes or as `"24GB"`.
         rows: number of sequences at once.
         weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
-        presets: names, and their order; `None`: all that serve the model, the recommended ones first.
+        presets: names in the order of the result; `None`: all that support the model, the recommended ones first.
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
-        ValueError: a number, name or size is out of range, or no cache serves the model.
+        ValueError: a number, name or size is not allowed, or no preset supports the model.
 
-    Chunk: activations of 2048 tokens, or the buffer that attention unpacks into, whichever is larger. Sliding and
-    recurrent layers are counted as transformers allocates them.
+    Column `chunk`: activations of 2048 tokens, or the buffer into which attention unpacks, whichever is larger.
+    Sliding-window and recurrent layers are counted as transformers allocates them.
 
     Example:
         >>> table = lb.fits("Qwen/Qwen3-8B", context=65536, memory="24GB", presets=["kivi-4-sink"])
@@ -297,7 +297,7 @@ def fits(
                 biased=counter.needs_small_biases and biases,
             )
         )
-    if presets is None:  # stable: of presets that do not fit the order stays
+    if presets is None:  # a stable sort: presets that do not fit keep their order
         first = short_list(name for name in counters if name != FULL)
         table[1:] = sorted(table[1:], key=lambda fit: (fit.preset not in first, -fit.cache if fit.fits else 0))
     longest = getattr(shape.config, "max_position_embeddings", None)
@@ -317,13 +317,13 @@ def _weights(shape: Shape, weights: str | None) -> int:
 def _preset_memory(
     shape: Shape, presets: Sequence[str] | None, report: Callable[[str, int, int], None] | None
 ) -> dict[str, PresetMemory]:
-    """The counters of the caches of these presets; without names, of all presets that serve the model."""
+    """The counters for these presets; without names, for all presets that support the model."""
     counters, reasons = dict[str, PresetMemory](), list[ValueError]()
     names = preset_names() if presets is None else presets
     for done, name in enumerate(names):
         if report is not None:
             report(name, done, len(names))
-        get_preset(name)  # an unknown one raises in any case
+        get_preset(name)  # raises for an unknown name
         try:
             counters[name] = PresetMemory(shape, name)
         except ValueError as error:
@@ -336,7 +336,7 @@ def _preset_memory(
 
 
 def largest_fitting(fitting: Callable[[int], bool], limit: int = 2**31) -> int:
-    """The largest number up to `most` that fits; 0: none. Every smaller number must fit too."""
+    """The largest number up to `limit` that fits; 0: none. If a number fits, all smaller ones must fit too."""
     low, high = 0, 1
     while high < limit and fitting(high):
         low, high = high, 2 * high

@@ -1,7 +1,6 @@
-"""A model's shape without its weights: from a bundled configuration, a folder, the hub, or a configuration object.
+"""The shape of a model without its weights: from a bundled configuration, a folder, the hub, or a configuration object.
 
-`bundled/known_models.json` has the fields that determine the sizes of well-known models, so that their names work
-offline.
+`bundled/known_models.json` has the sizes of well-known models, so that their names work offline.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .weight_kinds import WEIGHT_KINDS
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled" / "known_models.json"
 
 
-#: `quantization_config` of a configuration, as (method, bits) -> name here
+#: `quantization_config` of a configuration, as (method, bits) -> name in `WEIGHT_KINDS`
 QUANTIZED = {
     ("gptq", 4): "int4",
     ("awq", 4): "int4",
@@ -38,13 +37,13 @@ class Shape(NamedTuple):
     name: str
     model: PreTrainedModel
     weights: str
-    """one of `WEIGHT_KINDS`: how the model is published"""
+    """the kind of the published weights, one of `WEIGHT_KINDS`"""
     config: PreTrainedConfig
     """of the decoder"""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which attention computes, and which a 16-bit cache stores."""
+        """The dtype of attention, and of a 16-bit cache."""
         return self.model.dtype
 
 
@@ -61,8 +60,8 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         model: a hub name or a folder (the bundled names need no hub), a configuration, or a model.
 
     Raises:
-        ValueError: the configuration's quantization is not known here, no causal language model has that
-            configuration, or the name is that of a known model in other letters.
+        ValueError: the quantization is unknown, the configuration is not that of a causal language model, or the name
+            differs only in case or organization from a known model.
         OSError: the hub or folder has no such model.
     """
     dtype: torch.dtype | None = None
@@ -79,12 +78,13 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
     weights = weights or _published_as(name, config, dtype)
     dtype = getattr(torch, weights) if WEIGHT_KINDS[weights].everything else dtype or torch.bfloat16
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that nothing here runs
+        warnings.simplefilter("ignore")  # about kernels that do not run here
         return Shape(name, AutoModelForCausalLM.from_config(config, dtype=dtype), weights, config)
 
 
 def _read_config(name: str) -> PreTrainedConfig:
-    """The configuration in a folder or on the hub. A known model's name in other letters needs no search there."""
+    """The configuration in a folder or on the hub. Names that differ from a known one only in case or organization raise
+    at once."""
     if Path(name).exists():
         return AutoConfig.from_pretrained(name)
     names = {entry.rpartition("/")[2].lower(): entry for entry in known_models()}
@@ -100,7 +100,7 @@ def _read_config(name: str) -> PreTrainedConfig:
 
 
 def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None) -> str:
-    """How the weights are stored according to the configuration; for a model that is not quantized, its dtype."""
+    """The kind of weights according to the configuration; for an unquantized model, its dtype."""
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -116,7 +116,7 @@ def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None
 
 
 def weight_bytes(shape: Shape, kind: str) -> int:
-    """Bytes of all parameters if they are stored as `kind` says (a name of `WEIGHT_KINDS`)."""
+    """Bytes of all parameters stored as `kind`, a name in `WEIGHT_KINDS`."""
     weights = WEIGHT_KINDS[kind]
     bits = 0.0
     for parameter, quantizable, expert in _parameters(shape.model):
@@ -128,8 +128,7 @@ def weight_bytes(shape: Shape, kind: str) -> int:
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, bool, bool]]:
-    """Each parameter once, whether it is quantized where a model's linear layers are, and whether it belongs to
-    experts."""
+    """Yields each parameter once, whether it is quantized with the linear layers, and whether it belongs to experts."""
     head = model.get_output_embeddings()
     linear = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head

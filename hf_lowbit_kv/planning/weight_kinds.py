@@ -1,4 +1,4 @@
-"""How weights may be stored, and the bits that they take. This file does not import torch."""
+"""Kinds of stored weights, and their bits. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 
 class WeightKind(NamedTuple):
-    """How many bits a weight takes. Embeddings, norms and biases stay in 16 bits unless all weights have one type."""
+    """Bits per weight. Embeddings, norms and biases have 16 bits, unless `everything` is set."""
 
     bits: float
-    """of the weights it applies to"""
+    """bits of each weight of this kind"""
     per_output: float = 0.0
-    """further bits for each output channel"""
+    """further bits per output channel"""
     only_experts: bool = False
     everything: bool = False
-    """embeddings, norms and biases too"""
+    """whether embeddings, norms and biases have these bits too"""
 
 
-#: values of `weights=`. int8 has a 16-bit scale for each output channel. int4 has a 16-bit scale and a 16-bit zero
-#: point for each 128 weights (GPTQ, AWQ and torchao with groups of 128). fp8 has a float32 scale for each 128 x 128
-#: weights. mxfp4 has 8 more bits for each 32 weights, and only experts are quantized.
+#: values of `weights=`. int8 has a 16-bit scale per output channel. int4 has a 16-bit scale and a 16-bit zero point per
+#: 128 weights (GPTQ, AWQ and torchao with groups of 128). fp8 has a float32 scale per 128 x 128 weights. mxfp4 has 8 more
+#: bits per 32 weights, and only experts are quantized.
 WEIGHT_KINDS = {
     "float32": WeightKind(32, everything=True),
     "bfloat16": WeightKind(16, everything=True),
