@@ -25,7 +25,7 @@ def parse_size(text: str, name: str | None = None) -> int:
         raise ValueError(f"{label} is not understood; give e.g. 24GB or 512MiB")
     size = int(float(match[1]) * units[match[2].lower()])
     if not match[2] and size < SMALLEST_WITHOUT_UNIT:
-        raise ValueError(f"{label} is not understood: {match[1]} what? Give e.g. {match[1]}GB or {match[1]}MiB")
+        raise ValueError(f"{label} is not understood: it needs a unit. Give e.g. {match[1]}GB or {match[1]}MiB")
     return size
 
 

@@ -272,7 +272,7 @@ def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
             row["backend"] = layer.backend
             row["why"] = layer.backend_shown.partition(" (")[2].removesuffix(")") or None
             if layer.backend == "cpu":
-                row["why"] = "torch finds no GPU" if accelerator() is None else "asked for the CPU"
+                row["why"] = "torch finds no GPU" if accelerator() is None else "the CPU was selected"
     return list(rows.values())
 
 

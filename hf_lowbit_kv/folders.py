@@ -30,6 +30,6 @@ def make_folder(folder: Path) -> None:
             file.write(b"\0")
     except OSError as error:
         raise OSError(
-            f"{str(folder)!r} cannot be written: {error.strerror or error}. The environment variable {VARIABLE} names another "
-            "folder for all files that this package keeps"
+            f"{str(folder)!r} cannot be written: {error.strerror or error}. Set the environment variable {VARIABLE} to another "
+            "folder for all files of this package"
         ) from error

@@ -96,7 +96,7 @@ def _by_index(
         index = key + count if key < 0 else key
         if index not in model_sides:
             raise ValueError(
-                f"{argument} has the index {key}, which is no full-attention layer of this model; allowed: "
+                f"{argument} has the index {key}, which is not a full-attention layer of this model; allowed: "
                 f"{sorted(model_sides)} (negative ones count from layer {count - 1})"
             )
         if index in by_index:
@@ -124,8 +124,8 @@ def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, model_side: M
     preset = get_preset(choice) if isinstance(choice, str) else choice
     if preset.reading not in (None, model_side.reading.name):
         raise ValueError(
-            f"{preset.name!r} does not fit: model_type={config.model_type!r} reads this layer as {model_side.reading.name!r}, "
-            f"and the preset is for {preset.reading!r}"
+            f"{preset.name!r} does not fit: this layer of model_type={config.model_type!r} is {model_side.reading.name!r}, "
+            f"but the preset is for {preset.reading!r}"
         )
     return dataclasses.replace(preset.spec(), page_size=spec.page_size)
 

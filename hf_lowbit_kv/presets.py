@@ -321,7 +321,7 @@ def get_preset(name: str) -> Preset:
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
         f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "
-        "A preset of your own must be registered first (lb.register_preset; on the command line --import FILE)"
+        "Register your own presets first (lb.register_preset; on the command line --import FILE)"
     )
 
 

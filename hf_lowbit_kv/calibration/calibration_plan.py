@@ -100,7 +100,7 @@ class CalibrationPlan:
                     if calibrator.page_size != job.page_size:
                         raise ValueError(
                             f"{part} of {job.side} is needed with pages of {calibrator.page_size} and of {job.page_size} "
-                            "tokens, and a calibration holds one of them: make two"
+                            "tokens, and a calibration holds one page size: make two calibrations"
                         )
 
     @property

@@ -31,7 +31,7 @@ def try_file(path: Path, label: str) -> Calibration | None:
     if path.is_dir():
         raise ValueError(f"{label} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
     if path.exists() and not path.is_file():
-        raise ValueError(f"{label} is no regular file; name another one")
+        raise ValueError(f"{label} is not a regular file; name another one")
     _try_folder(path.parent, label)
     if not path.exists():
         return None
@@ -41,7 +41,7 @@ def try_file(path: Path, label: str) -> Calibration | None:
         return Calibration.load(path)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{label} exists, and nothing can be added to it: {error}. Delete it, or name another file"
+            f"{label} exists, but nothing can be added to it: {error}. Delete it, or name another file"
         ) from error
 
 
@@ -95,9 +95,9 @@ def _rescued(calibration: Calibration, path: Path) -> str:
             os.close(handle)
             other = Path(name)
             calibration.save(other)
-            return f"The result is in {name!r}: calibration={name!r} takes it"
+            return f"The result is in {name!r}: use calibration={name!r}"
         except Exception as error:
             reasons.append(str(error))
             if other is not None:
                 other.unlink(missing_ok=True)
-    return f"It could not be written elsewhere either, and is lost: {'; '.join(reasons)}"
+    return f"It could not be written elsewhere either and is lost: {'; '.join(reasons)}"

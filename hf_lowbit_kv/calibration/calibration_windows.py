@@ -102,8 +102,8 @@ class Tokens:
             if whole or joined:
                 return Windows(_draw_windows(whole, joined, count, seed), length, count * length)
         raise ValueError(
-            f"the texts are too short for gradients: {self.count} tokens, and {lengths[-1]} are needed, or gradients=False "
-            "(--no-gradients)"
+            f"the texts are too short for gradients: {self.count} tokens, and {lengths[-1]} are needed; or pass "
+            "gradients=False (--no-gradients)"
         )
 
     def __str__(self) -> str:

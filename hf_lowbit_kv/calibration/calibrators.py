@@ -289,5 +289,5 @@ def calibrator_for(
 ) -> Calibrator:
     """The calibrator of a transform or format that has parameters. Raises `ValueError` if there is none."""
     if (cls := CALIBRATORS.get(type(part))) is None:
-        raise ValueError(f"{part} has parameters, and nothing that calibrates them: pass parameters= yourself")
+        raise ValueError(f"{part} has parameters, but no calibrator: pass parameters=")
     return cls(part, head_dim, num_kv_heads, per_head, page_size)

@@ -44,7 +44,7 @@ def gradient_windows(
     if not (usable := [length for length in lengths if length > DISTANCE * page_size]):
         raise ValueError(
             f"the model's context of {longest_window(model)} tokens is too short for gradients with pages of {page_size}: "
-            "gradients=False (--no-gradients) does without"
+            "pass gradients=False (--no-gradients)"
         )
     count = SAMPLES.get(model.device.type, SAMPLES["cuda"])
     return count if samples is None else min(samples, count), usable
@@ -138,6 +138,6 @@ def _gradients(model: Any, window: torch.Tensor, cache: _GradientCache, generato
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise ValueError(
-                f"the model's keys and values cannot be differentiated: gradients=False (--no-gradients) does without ({error})"
+                f"the model's keys and values cannot be differentiated: pass gradients=False (--no-gradients) ({error})"
             ) from error
     return dict(zip(cache.zeros, gradients, strict=True))

@@ -45,7 +45,7 @@ def recomputed_layers(model: torch.nn.Module, cache: Any) -> Iterator[None]:
     """
     if not (layers := recomputable_layers(model, cache)):
         raise ValueError(
-            f"{type(model).__name__} has no layers that can be computed again in the backward pass: offload=False does without"
+            f"{type(model).__name__} has no layers that can be computed again in the backward pass: pass offload=False"
         )
     try:
         for module, index in layers.items():

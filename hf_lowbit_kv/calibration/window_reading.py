@@ -79,8 +79,8 @@ def _observed_cache(
             continue
         if layer.spec.reading.name != "separate":
             raise ValueError(
-                f"layer {index} stores a {layer.spec.reading.name}, and attention weights are computed of keys and values "
-                "only: pass attention=False (--no-attention)"
+                f"layer {index} stores a {layer.spec.reading.name}, but attention weights need keys and values: pass "
+                "attention=False (--no-attention)"
             )
         layer.step = layer.attend = _Step(functools.partial(see, index), grids)  # type: ignore[method-assign]
     return cache

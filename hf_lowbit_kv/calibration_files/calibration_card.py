@@ -15,9 +15,9 @@ RUN_FIELDS = {
     "texts": "texts",
     "text_hashes": "SHA-256 of the texts, beginning",
     "samples": "windows",
-    "length": "tokens a window",
+    "length": "tokens per window",
     "seed": "seed",
-    "mix": "share of unweighed tokens",
+    "mix": "share of unweighted statistics",
     "gradients": "gradients",
     "attention": "weighted by attention",
     "versions": "versions",
@@ -46,9 +46,9 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
     texts = {str(text) for run in calibration.source for text in _as_list(run.get("texts"))}
     for row in measured:
         if missing := [key for key in ("preset", "kl") if key not in row]:
-            raise ValueError(f"measured has {dict(row)!r}, which lacks {missing[0]!r}")
+            raise ValueError(f"measured has {dict(row)!r} without {missing[0]!r}")
         if (text := str(row.get("text", ""))) in texts:
-            raise ValueError(f"measured has text={text!r}, which was calibrated on: measure on another text")
+            raise ValueError(f"measured has text={text!r}, which the calibration has used: measure on another text")
     data = ModelCardData(library_name="hf-lowbit-kv", tags=["kv-cache", "quantization", "calibration"])
     name = calibration.model["name"]
     presets = sorted({preset for run in calibration.source for preset in _as_list(run.get("presets"))})
@@ -56,7 +56,7 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
     lines = [
         f"# Calibration of low-bit KV caches for {name}",
         "",
-        "For `hf-lowbit-kv`. It holds what calibrated presets need to know of this model; it holds no weights.",
+        "For `hf-lowbit-kv`: the parameters that calibrated presets need for this model. It contains no weights.",
         "",
         "```python",
         "import hf_lowbit_kv as lb",
@@ -64,16 +64,16 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
         f'cache = lb.from_preset("{preset}", model, calibration="THIS_REPOSITORY")',
         "```",
         "",
-        "## Made for",
+        "## Model",
         "",
         f"{name} (`{calibration.model['model_type']}`), {len(calibration.model['layers'])} packed layers. Other weights are "
-        "refused.",
+        "rejected.",
         "",
-        "## Holds",
+        "## Contents",
         "",
         *(f"- {part}" for part in calibration.contents()),
         "",
-        "## Made from",
+        "## Source",
         "",
         *_table(
             [{title: _text(run[key]) for key, title in RUN_FIELDS.items() if key in run} for run in calibration.source]
@@ -81,7 +81,7 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
     ]
     if measured:
         rows = [{title: _text(row[key]) for key, title in PRESET_FIELDS.items() if key in row} for row in measured]
-        lines += ["", "## Measured on a text that was not calibrated on", "", *_table(rows)]
+        lines += ["", "## Accuracy on a text not used for calibration", "", *_table(rows)]
     return f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -124,7 +124,7 @@ def _text(value: Any) -> str:
 def _table(rows: Iterable[Mapping[str, str]]) -> list[str]:
     rows = list(rows)
     if not rows:
-        return ["Not known: an early version made this file."]
+        return ["Unknown: an early version made this file."]
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
     cells = [[row.get(heading, "").replace("|", "\\|") for heading in headings] for row in rows]
     return [f"| {' | '.join(line)} |" for line in (headings, ["---"] * len(headings), *cells)]

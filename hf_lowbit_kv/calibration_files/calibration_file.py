@@ -72,7 +72,7 @@ class Calibration:
         name = ".".join(("layers", str(layer), side, *stages, parameter))
         if (tensor := self.tensors.get(name)) is None:
             raise ValueError(
-                f"calibration{self._where()} holds no {parameter} for {side} of {'.'.join(stages)} ({name}); it holds "
+                f"calibration{self._where()} has no {parameter} for {side} of {'.'.join(stages)} ({name}); it has "
                 f"{', '.join(self.contents()) or 'nothing'}"
             )
         return tensor
@@ -156,14 +156,12 @@ class Calibration:
             tensors = {name: file.read(name) for name in file.names}
         for name, tensor in tensors.items():
             if not tensor.is_floating_point() or tensor.itemsize < 2:
-                raise ValueError(
-                    f"{label} holds {tensor.dtype} in {name}, and not 16-bit or wider floating-point numbers"
-                )
+                raise ValueError(f"{label} has {tensor.dtype} in {name}, not floating-point numbers of 16 bits or more")
             if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{label} holds numbers that are not finite, in {name}: make it again")
+                raise ValueError(f"{label} has numbers that are not finite, in {name}: make it again")
         saved_digest = file.metadata.get("digest")
         if saved_digest is not None and saved_digest != _digest(tensors, file.metadata):
-            raise ValueError(f"{label} was altered: its content is not what was saved. Make it again")
+            raise ValueError(f"{label} was altered after it was saved: make it again")
         return cls(tensors, file.model, file.source, str(path))
 
     def merged(self, other: Calibration) -> Calibration:
@@ -174,7 +172,7 @@ class Calibration:
             ValueError: the models differ, or `other` changes a transform, but not a format that depends on it.
         """
         if (reason := difference(self.model, other.model)) is not None:
-            raise ValueError(f"calibrations for different models cannot be joined: {reason}")
+            raise ValueError(f"calibrations for different models cannot be merged: {reason}")
         self._check_kept(other)
         runs = [
             {**run, "tensors": [x for x in run.get("tensors", []) if x not in other.tensors]} for run in self.source
@@ -192,7 +190,7 @@ class Calibration:
         for name in sorted(changed):
             if len(parts := name.split(".")) == 5 and (later := dependent.get(tuple(parts[:4]))) is not None:
                 raise ValueError(
-                    f"{name} would change, and {later} was made with the present one: calibrate the presets of both "
+                    f"{name} would change, but {later} depends on the present one: calibrate the presets of both "
                     "together, or write another file"
                 )
 
@@ -248,32 +246,30 @@ def opened(path: Path, label: str) -> Iterator[OpenFile]:
     try:
         at = path.stat()
         if not (stat.S_ISREG(at.st_mode) or stat.S_ISDIR(at.st_mode)):  # reading a pipe could block
-            raise OSError("it is no file")
+            raise OSError("it is not a file")
         if at.st_size > MOST_BYTES:
-            raise ValueError(
-                f"{label} has {at.st_size} bytes, and a calibration has {MOST_BYTES} at most: make it again"
-            )
+            raise ValueError(f"{label} has {at.st_size} bytes; at most {MOST_BYTES} are allowed: make it again")
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != "hf-lowbit-kv calibration":
-                raise ValueError(f"{label} is a safetensors file, but no calibration")
+                raise ValueError(f"{label} is a safetensors file, but not a calibration")
             version = metadata.get("version")
             compatible = version == "1" and not any(part in name for name in file.keys() for part in CHANGED_IN_2)  # noqa: SIM118
             if version != str(VERSION) and not compatible:
                 raise ValueError(
-                    f"{label} has version {version!r}, and this release reads {VERSION}: make it again with "
+                    f"{label} has version {version!r}, but this release reads {VERSION}: make it again with "
                     "`hf-lowbit-kv calibrate`"
                 )
             try:
                 model, source = json.loads(metadata["model"]), json.loads(metadata["source"])
                 check_description(model)
                 if not isinstance(source, dict) and not _are_runs(source):
-                    raise ValueError(f"source {reprlib.repr(source)} is no list of runs with their tensors")
+                    raise ValueError(f"source {reprlib.repr(source)} is not a list of runs with their tensors")
             except (KeyError, ValueError, RecursionError) as error:
-                raise ValueError(f"{label} does not say what it was made for: {error!r}") from error
+                raise ValueError(f"{label} does not describe its model and source: {error!r}") from error
             yield OpenFile(file, metadata, model, source)
     except SafetensorError as error:
-        raise ValueError(f"{label} cannot be read, it may be truncated: {error}") from error
+        raise ValueError(f"{label} cannot be read; it may be truncated: {error}") from error
     except OSError as error:
         raise type(error)(f"{label} cannot be opened: {error}") from error
 
@@ -310,9 +306,7 @@ def find_file(source: str | Path) -> Path:
         try:
             file = cached_file(text, FILE_NAME)
         except OSError as error:
-            raise OSError(
-                f"calibration={text!r} is no file here, and no hub repository that can be read: {error}"
-            ) from error
+            raise OSError(f"calibration={text!r} is neither a file nor a readable hub repository: {error}") from error
         if file is not None:
             _of_hub[text] = Path(file)
             return _of_hub[text]

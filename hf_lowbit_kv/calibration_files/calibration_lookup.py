@@ -114,7 +114,7 @@ def _usable(path: Path, read: Callable[[], T]) -> T | None:
     except FileNotFoundError:
         if not path.is_symlink():
             return None
-        reason = "it is a link to nothing"
+        reason = "it is a broken link"
     except (ValueError, OSError) as error:
         reason = str(error)
     _skip(path, reason)
@@ -195,7 +195,7 @@ def parameters_for(
     user = f"preset={preset!r}" if preset else f"{spec.key_format} / {spec.value_format}"
     if len(needs) < len(specs) and not (preset and list(needs_of(get_preset(preset).spec()))):
         user, preset = f"per_layer[{layer}] ({spec.key_format} / {spec.value_format})", None
-    lack = "; ".join(refused) + ". To calibrate" if refused else "none was given"
+    lack = "; ".join(refused) + ". To calibrate" if refused else "there is none"
     raise ValueError(
         f"{user} needs a calibration for {model['name']}, and {lack}: {_how_to_make(needs, specs, name, preset)}"
         + (f" ({'; '.join(reasons)})" if reasons else "")
@@ -279,7 +279,7 @@ def _parameters(
             if shape is not None and tuple(tensor.shape) not in (shape, (1, *shape[1:])):
                 where = f"calibration={calibration.path!r}" if calibration.path else "calibration"
                 raise _WrongTensorError(
-                    f"{where} holds {'.'.join(('layers', str(layer), side, *names))} of shape {tuple(tensor.shape)}, and the "
+                    f"{where} has {'.'.join(('layers', str(layer), side, *names))} of shape {tuple(tensor.shape)}, but the "
                     f"layer needs {shape}" + (f", or {(1, *shape[1:])} for all KV heads" if shape[0] > 1 else "")
                 )
             parameters[layer][name] = convert(tensor, dtype)

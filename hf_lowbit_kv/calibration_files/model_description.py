@@ -78,7 +78,7 @@ def difference(made_for: Mapping[str, Any], model: Mapping[str, Any], other_weig
     for key in ("model_type", "layers"):
         if made_for[key] != model[key]:
             ours, theirs = (_sizes(each[key]) if key == "layers" else each[key] for each in (made_for, model))
-            return f"{key} {ours}, and the model has {theirs}"
+            return f"{key} {ours}, but the model has {theirs}"
     return None if other_weights else weights_difference(made_for, model)
 
 
@@ -94,7 +94,7 @@ def marks_difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> s
     if "marks" in made_for and "marks" in model:
         a, b = (torch.tensor(x["marks"], dtype=torch.float64) for x in (made_for, model))
         if a.shape != b.shape or not bool((a - b).abs().max() <= TOLERANCE * a.square().mean().sqrt() + 1e-12):
-            return "the sizes agree, and the weights of the embedding do not"
+            return "the sizes agree, but the weights of the embedding do not"
     return None
 
 

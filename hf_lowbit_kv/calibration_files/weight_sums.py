@@ -97,7 +97,7 @@ def tolerance(kind: str, other: str) -> float:
 def remark(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
     """A remark for `summary()` on weights that were not compared, or `None`. Arguments: descriptions of models."""
     if not made_for.get("weights"):
-        return f"weights of attention not compared: the file has no sums ({made_for.get('unread') or 'an older one'})"
+        return f"weights of attention not compared: the file has no sums ({made_for.get('unread') or 'an older file'})"
     if "weights" not in model:
         return "weights of attention not compared: only the configuration is known"
     ours, theirs = _by_name(made_for["weights"]), _by_name(model["weights"])

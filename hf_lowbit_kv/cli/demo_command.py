@@ -44,7 +44,7 @@ def demo(
         str | None,
         typer.Option(help="Message to answer.", show_default="three essays and a question about the last"),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 40,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 40,
     calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -54,7 +54,7 @@ def demo(
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(PRESETS)])
     if prompt is not None and not prompt.strip():
-        raise ValueError("--prompt is empty; give it a message to answer")
+        raise ValueError("--prompt is empty; give a message to answer")
     from ..eval.demo import compare, default_prompt
 
     prompt = default_prompt() if prompt is None else prompt

@@ -54,7 +54,7 @@ def lm_eval(
     ] = 128,
     batch_size: Annotated[
         int,
-        typer.Option("--batch-size", "--batch_size", min=1, help="Rows read at a time. It does not change the result."),
+        typer.Option("--batch-size", "--batch_size", min=1, help="Rows per batch. It does not change the result."),
     ] = 8,
     full: Annotated[bool, typer.Option(help="Measure full precision too.")] = True,
     allow_unpacked: Annotated[
@@ -123,12 +123,16 @@ def needle(
     ] = None,
     depth: Annotated[
         list[float] | None,
-        typer.Option(help="Where the fact is hidden, from 0 to 1; repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
+        typer.Option(
+            help="Relative position of the fact, from 0 to 1; repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"
+        ),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Facts hidden at each depth and length.")] = 1,
+    trials: Annotated[int, typer.Option(min=1, help="Facts per depth and length.")] = 1,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text to hide the facts in.", exists=True, dir_okay=False, show_default="the essay worked"),
+        typer.Option(
+            help="Text in which facts are hidden.", exists=True, dir_okay=False, show_default="the essay worked"
+        ),
     ] = None,
     kv_chunk: Annotated[
         int, typer.Option(min=1, help="Tokens read at a time. Above a page (128) results look too good.")
@@ -172,9 +176,9 @@ def perplexity(
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
     column: Annotated[str, typer.Option(help="Column of the data set with the documents.")] = "text",
     model: ModelOption = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = 4096,
+    context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 4096,
     start: Annotated[int, typer.Option("--from", min=1, help="First token of a window that counts.")] = 512,
-    windows: Annotated[int, typer.Option(min=0, help="Windows of each text, at most; 0: as many as it has.")] = 1,
+    windows: Annotated[int, typer.Option(min=0, help="Largest number of windows per text; 0: all.")] = 1,
     by_position: Annotated[bool, typer.Option(help="Also print KL and top-1 by position.")] = False,
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
@@ -186,7 +190,7 @@ def perplexity(
     names = resolve_presets(preset)
     if start >= context - 1:
         raise ValueError(
-            f"--from {start} with --context {context}: no token would count; at most {context - 2} is allowed"
+            f"--from {start} with --context {context} leaves no token to measure; at most {context - 2} is allowed"
         )
     if text and dataset:
         raise ValueError("--text and --dataset exclude each other; give one of them")
@@ -223,7 +227,7 @@ def perplexity(
     title = f"{ran_on(loaded, model)}: tokens {start} to {context} of {text_names}; n = {rows[0]['positions']} tokens"
     title += f", kv_chunk {CHUNK}"
     print_table(title, [_cells_of_scores(row) for row in rows], numbers_from=1)
-    print(f"bits: at {context} tokens; bits 32k: at 32768. Everything counted, the window in 16 bits.")
+    print(f"bits: at {context} tokens; bits 32k: at 32768. Everything counted, also the 16-bit window.")
     print("full: perplexity in full precision. +-: standard error of KL. 99th: percentile of KL over positions.")
     if by_position:
         _print_positions(rows)

@@ -70,7 +70,7 @@ def make(
         ValueError: `measured` is one of `texts`, or `texts` are too short.
     """
     if measured.resolve() in [path.resolve() for path in texts]:
-        raise ValueError(f"{str(measured)!r} is what accuracy is measured on: calibrate on other texts")
+        raise ValueError(f"{str(measured)!r} is the text for accuracy: calibrate on other texts")
     contents = [path.read_text(encoding="utf-8") for path in texts]
     path = user_file(describe_model(model, packed_sizes(model)))
     add_to_file(

@@ -40,7 +40,7 @@ def presets(
     for row in rows:
         marks = {" *": row.pop("calibrated"), " +": row["preset"] == DEFAULT_PRESET}
         row["preset"] += "".join(mark for mark, applies in marks.items() if applies)
-    print_table(f"Bits per number at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
+    print_table(f"Bits per value at {tokens} tokens, head_dim {head_dim}, 16-bit model, everything counted", rows)
     print("+: the default. *: needs a calibration of the model (hf-lowbit-kv calibrate)")
     if len(names) > len(listed):
         print(f"{len(names) - len(listed)} more: hf-lowbit-kv presets --all")

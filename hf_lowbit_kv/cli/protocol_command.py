@@ -40,9 +40,9 @@ def protocol(
         list[str] | None,
         typer.Option("--tasks", "-t", help="Tasks of kivi, separated by commas.", show_default="all nine"),
     ] = None,
-    windows: Annotated[int, typer.Option(min=0, help="Windows of wikitext, at most; 0: all.")] = 0,
+    windows: Annotated[int, typer.Option(min=0, help="Largest number of windows of wikitext; 0: all.")] = 0,
     model: ModelOption = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows read at a time. It does not change the result.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch. It does not change the result.")] = 1,
     calibration: CalibrationOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -59,7 +59,7 @@ def protocol(
         raise ValueError(f"--name {name!r} is not offered; allowed: {', '.join(protocols.NAMES)}")
     if name == "wikitext":
         if tasks or context.args:
-            raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} has no meaning for --name wikitext")
+            raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} is not allowed with --name wikitext")
         text = protocols.wikitext_text(None if dataset is None else str(dataset))
         loaded, tokenizer = load(model, device, dtype)
         rows = protocols.wikitext(names, text, loaded, tokenizer, windows, batch_size, **changes)
@@ -70,7 +70,7 @@ def protocol(
         print_table(title, [_wikitext_cells(row) for row in rows], numbers_from=1)
         return
     if windows:
-        raise ValueError("--windows has no meaning for --name kivi")
+        raise ValueError("--windows is not allowed with --name kivi")
     need("eval", "lm_eval")
     if dataset is not None and not dataset.is_dir():
         raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")

@@ -37,23 +37,23 @@ def recommend(
     cache_memory: Annotated[
         str | None, typer.Option(help="Budget, instead of --bits: memory of the cache at --context, e.g. 24GB.")
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 32768,
+    context: Annotated[int, typer.Option(min=1, help="Tokens per row.")] = 32768,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "-p", help="Presets to try.", show_default="all that serve the model"),
+        typer.Option("--preset", "-p", help="Presets to try.", show_default="all that support the model"),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Text to measure on.", exists=True, dir_okay=False, readable=True, show_default="an essay"),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=514, help="Tokens of the text to read; the first 512 do not count.")
+        int, typer.Option(min=514, help="Tokens of the text to read; the first 512 are not measured.")
     ] = 2048,
     calibrate: Annotated[
         bool | None,
         typer.Option(
-            help="Calibrate the model if presets within the budget need it.", show_default="asked on a terminal"
+            help="Calibrate the model if presets within the budget need it.", show_default="prompt on a terminal"
         ),
     ] = None,
     calibration_text: Annotated[
@@ -63,7 +63,7 @@ def recommend(
             exists=True,
             dir_okay=False,
             readable=True,
-            show_default="bundled essays, other than the measured one",
+            show_default="bundled essays, without the measured one",
         ),
     ] = None,
     model: ModelOption = None,

@@ -22,7 +22,7 @@ def serve(
     memory: Annotated[
         str | None, typer.Option(help="Memory of the cache, e.g. 24GB.", show_default="90 % of the free memory")
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Largest number of answers written at once.")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Largest number of concurrent sequences.")] = None,
     device: Annotated[str, typer.Option(help="E.g. cpu, cuda:1. auto: layers spread over all GPUs.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help=f"One of auto, {', '.join(DTYPES)}. auto: the dtype of the weights.")
@@ -33,17 +33,20 @@ def serve(
         int, typer.Option(min=0, help="Requests that may wait for a row; others get HTTP 429.")
     ] = 512,
     prefill_chunk_size: Annotated[
-        int, typer.Option(min=1, help="Tokens of a prompt that are read between two steps of the running answers.")
+        int, typer.Option(min=1, help="Tokens of a prompt that are prefilled between two decoding steps.")
     ] = 2048,
     share_prefixes: Annotated[
-        bool, typer.Option(help="Whether prompts that begin alike share packed pages. A client can measure that.")
+        bool,
+        typer.Option(
+            help="Share packed pages between prompts with a common prefix. A client can detect that by timing."
+        ),
     ] = True,
     prompts: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Folder of kept prompts, which PrefixStore.save wrote: requests that begin with one read only the rest.",
+            help="Folder of PrefixStore.save: requests that begin with one of its prompts read only the rest.",
             show_default="none",
         ),
     ] = None,
@@ -55,10 +58,10 @@ def serve(
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Web page whose scripts may ask (CORS), or *; repeatable.", show_default="none"),
+        typer.Option(help="Origin that may send requests (CORS), or *; repeatable.", show_default="none"),
     ] = None,
     patience: Annotated[
-        int, typer.Option(min=0, help="Seconds that running answers may take after SIGTERM or Ctrl-C.")
+        int, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM or Ctrl-C.")
     ] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object when the server is ready.")] = False,
 ) -> None:
@@ -77,7 +80,7 @@ def serve(
         raise ValueError(f"--dtype {dtype!r} is not offered; allowed: auto, {', '.join(DTYPES)}")
     check_device(None if device == "auto" else device)
     if api_key == "":
-        raise ValueError("--api-key '' is not allowed; leave it out for a server that asks for no key")
+        raise ValueError("--api-key '' is not allowed; leave it out for a server without a key")
     size = memory_in_bytes(memory)
     options = parse_overrides(overrides, calibration)
     prefixes = None if prompts is None else PrefixStore(folder=prompts)

@@ -58,25 +58,26 @@ def calibrate(
     ] = None,
     model: ModelOption = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Windows to read.", show_default="32768 tokens on a CPU, 131072 on a GPU")
+        int | None,
+        typer.Option(min=1, help="Number of windows.", show_default="32768 tokens on a CPU, 131072 on a GPU"),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a window.", show_default="512, or 4096 for eigen-*")
+        int | None, typer.Option(min=1, help="Tokens per window.", show_default="512, or 4096 for eigen-*")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random choices.")] = 0,
     per_head: Annotated[
         bool | None,
         typer.Option(
             "--per-head/--per-layer",
-            help="Make codebooks for each KV head, or one for a layer.",
+            help="One codebook per KV head, or one per layer.",
             show_default="per layer",
         ),
     ] = None,
     gradients: Annotated[bool, typer.Option(help="For eigen-*: weight errors by gradients.")] = True,
-    attention: Annotated[bool, typer.Option(help="For eigen-*: weight keys by the attention that they get.")] = True,
+    attention: Annotated[bool, typer.Option(help="For eigen-*: weight keys by their attention.")] = True,
     offload: Annotated[
         bool,
-        typer.Option("--offload", help="Need less GPU memory, and take longer."),
+        typer.Option("--offload", help="Use less GPU memory, and take longer."),
     ] = False,
     out: Annotated[
         Path | None,
@@ -144,7 +145,7 @@ def share(
     measured: Annotated[
         Path | None,
         typer.Option(
-            help="Results for the card: JSON of `eval perplexity --json`, on a text not used for calibration.",
+            help="Results for the card: output of `eval perplexity --json` on a text not used for calibration.",
             exists=True,
             dir_okay=False,
         ),
@@ -171,9 +172,9 @@ def share(
 
 
 def fits(
-    context: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens of a row, e.g. 65536 or 64k (1k is 1024).")],
+    context: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens per row, e.g. 65536 or 64k (1k is 1024).")],
     model: Annotated[
-        str, typer.Option(help="Hub name or folder; common models are known offline. Weights are not loaded.")
+        str, typer.Option(help="Hub name or folder; names of common models work offline. Weights are not loaded.")
     ] = "Qwen/Qwen3-8B",
     memory: Annotated[str, typer.Option(help="Memory of the GPU, e.g. 24GB (10^9 bytes) or 24GiB.")] = "24GB",
     rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,

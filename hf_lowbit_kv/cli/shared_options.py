@@ -39,7 +39,7 @@ PresetOption = Annotated[
         "--preset",
         "-p",
         help="Presets, separated by commas.",
-        show_default="all that serve the model",
+        show_default="all that support the model",
     ),
 ]
 ModelOption = Annotated[
@@ -96,7 +96,7 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
     for name, reason in reasons.items():
         Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
     if not names:
-        raise ValueError(f"no preset serves this model: {next(iter(reasons.values()))}")
+        raise ValueError(f"no preset supports this model: {next(iter(reasons.values()))}")
     return names
 
 
@@ -181,7 +181,7 @@ def device_of_process(name: str | None) -> str | None:
 
     if name == AUTO or (name is not None and torch.device(name).index is not None):
         raise ValueError(
-            f"--device {name!r} with {count} processes is not allowed: each takes a GPU of its own; leave --device out"
+            f"--device {name!r} with {count} processes is not allowed: each process uses its own GPU; leave --device out"
         )
     if not torch.cuda.is_available():
         return name
@@ -192,8 +192,8 @@ def refuse_several_processes(command: str) -> None:
     """Raise `ValueError` if a launcher has started several processes: each would do all the work."""
     if (count := process_count()) > 1:
         raise ValueError(
-            f"`{command}` runs in one process, and WORLD_SIZE={count}: start it without accelerate launch or torchrun. "
-            "Several processes can share `eval perplexity` and `eval lm-eval`"
+            f"`{command}` runs in one process, but WORLD_SIZE={count}: start it without accelerate launch or torchrun. "
+            "`eval perplexity` and `eval lm-eval` can use several processes"
         )
 
 

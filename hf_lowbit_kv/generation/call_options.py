@@ -124,7 +124,7 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
     for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
         if setting(model, options, argument) is not None:
             raise ValueError(
-                f"{argument} is not allowed: its steps are of several tokens; use model.generate with a growing cache"
+                f"{argument} is not allowed: its steps have several tokens; use model.generate with a growing cache"
             )
     if (beams := setting(model, options, "num_beams")) not in (None, 1):
         raise ValueError(
@@ -186,7 +186,7 @@ def new_tokens_of(model: Any, max_new_tokens: int | None, options: Mapping[str, 
     if length is not None:
         check_count("max_length", length)
         if length <= tokens:
-            raise ValueError(f"max_length={length} leaves nothing to write: the prompt has {tokens} tokens")
+            raise ValueError(f"max_length={length} leaves no room for new tokens: the prompt has {tokens} tokens")
         max_new_tokens = length - tokens
     if max_new_tokens is None:
         max_new_tokens = model.generation_config.max_new_tokens
@@ -227,8 +227,8 @@ def warn_of_length(model: Any, tokens: int, length: int) -> None:
     if longest is not None and length > longest:
         subject = "the prompt has" if tokens > longest else "prompt and answer may have"
         warnings.warn(
-            f"{subject} {tokens if tokens > longest else length} tokens, and the model was made for texts of at most {longest} "
-            "(max_position_embeddings and RoPE scaling of its configuration): beyond that its answers are usually of no use, "
+            f"{subject} {tokens if tokens > longest else length} tokens, and the model was made for at most {longest} "
+            "(max_position_embeddings and RoPE scaling of its configuration): beyond that its output is usually useless, "
             "or it fails. Shorten the prompt, lower max_new_tokens, or load the model with RoPE scaling",
             stacklevel=3,
         )

@@ -44,7 +44,7 @@ def why_not_recorded_compiled(model: nn.Module) -> str | None:
         config = part.get_compiler_config() if hasattr(part, "get_compiler_config") else None
         if isinstance(config, dict) and config.get("triton.cudagraphs"):
             return (
-                f"{name} is compiled with CUDA graphs of its own; compile it with another mode than 'reduce-overhead' or "
+                f"{name} is compiled with its own CUDA graphs; compile it with another mode than 'reduce-overhead' or "
                 "'max-autotune', or without triton.cudagraphs"
             )
     return None

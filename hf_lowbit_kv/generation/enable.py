@@ -204,7 +204,7 @@ def disable(model: Any) -> None:
     inner: Any = unwrap(model)
     stack = vars(inner).get(_ENABLED, [])
     if not stack:
-        raise ValueError(f"this {type(inner).__name__} is not enabled: there is nothing to disable")
+        raise ValueError(f"this {type(inner).__name__} is not enabled")
     with kept_caches(inner).lock:
         inner.set_attn_implementation(stack[0].implementations)
     stack.clear()
@@ -236,7 +236,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Override of `generate`. At its end it undoes the overrides that belong to the cache of this call."""
     if kwargs.get("cache_implementation") == "paged" and kwargs.get("logits_processor"):
         raise ValueError(
-            "logits_processor= is not possible with cache_implementation='paged', which would ignore it; use lb.generate_many"
+            "logits_processor= is not allowed with cache_implementation='paged', which would ignore it; use lb.generate_many"
         )
     with contextlib.ExitStack() as stack:
         call = _EnabledCall(self, stack, _arguments_by_name(args, kwargs), [], [])

@@ -135,7 +135,7 @@ def generate(
     with caches.lock:
         if past_key_values is not None:
             if prefixes is not None:
-                raise ValueError("prefixes and past_key_values are both given: past_key_values holds its own prefix")
+                raise ValueError("prefixes and past_key_values are both given: past_key_values has its own prefix")
             if (cache_options, max_cache_len) != (None, None):
                 raise ValueError(
                     "cache_options, allow_other_weights, calibration and max_cache_len describe a new cache: they are not "
@@ -212,7 +212,7 @@ def release(model: Any) -> None:
 def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
     """An empty cache for `rows` rows of `tokens` tokens, kept or new. Other calls can use it once the result is dropped."""
     if "max_cache_len" in cache_options:
-        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: it is an argument of its own")
+        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_cache_len= to the call")
     backend_and_mode = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
     # An empty cache costs about 1 ms and no token memory. Its spec is the key for the lookup.
     if cache_options.get("parameters") is None:
@@ -225,7 +225,7 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
     """The caller's cache. Raises if it does not have this preset, if one is given, or if this turn does not fit."""
     if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
         raise ValueError(
-            "past_key_values must be a low-bit cache made with max_cache_len=...; any other cache goes to model.generate"
+            "past_key_values must be a low-bit cache made with max_cache_len=...; pass other caches to model.generate"
         )
     if preset is not None:
         reason = why_not_of(preset, cache.preset, [layer.spec for layer in cache.packed_layers])
@@ -240,8 +240,8 @@ def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
         )
     if (seen := int(cache.packed_layers[0].get_seq_length())) >= call.tokens:
         raise ValueError(
-            f"inputs have {call.tokens} tokens, and past_key_values holds {seen}: give the whole conversation, what is stored "
-            "and what is new, or reset() the cache first"
+            f"inputs have {call.tokens} tokens, and past_key_values holds {seen}: pass the full text so far plus the "
+            "new tokens, or reset() the cache first"
         )
     cache.check_model(call.model)
     check_text(cache, call.arguments, seen, call.model)

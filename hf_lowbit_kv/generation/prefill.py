@@ -97,7 +97,7 @@ def memory_of(model: Any) -> Memory | str:
     """The device memory for a prompt's activations, or the reason why it cannot be measured."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
-        return "the model lies on several devices"
+        return "the model is on several devices"
     if tp_size(model) > 1:
         # each process would choose a size by the memory of its own GPU, and processes with different chunks wait for
         # each other forever
@@ -290,7 +290,7 @@ def read_prompt(
             if (size := reader.largest_chunk(device_memory, measure_always=size == AUTO)) is None:
                 return changes
             report(
-                f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: whole, it would take "
+                f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: the whole prompt needs "
                 "more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
             )
         reader.read_in_chunks(size)
@@ -302,7 +302,7 @@ def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -
     if (reason := why_not_tokens(model, options)) is not None:
         return reason
     if size in (None, AUTO) and setting(model, options, "output_hidden_states"):
-        return "output_hidden_states asks for those of all its tokens"
+        return "output_hidden_states needs all its tokens"
     return None
 
 
@@ -310,12 +310,12 @@ def why_not_tokens(model: Any, options: Mapping[str, Any]) -> str | None:
     """The reason why a prompt is more than token ids and their mask, or `None`."""
     ids = options.get("input_ids")
     if ids is None:
-        return "it is given as embeddings"
+        return "it consists of embeddings"
     others = {name for name, value in options.items() if isinstance(value, torch.Tensor)} - {
         "input_ids",
         "attention_mask",
     }
     if others or model.config.get_text_config(decoder=True) is not model.config:
         # the model prepares these inputs per chunk in its own way
-        return f"the model is given more than tokens ({', '.join(sorted(others)) or 'images, perhaps'})"
+        return f"the model gets more than tokens ({', '.join(sorted(others)) or 'images, perhaps'})"
     return None

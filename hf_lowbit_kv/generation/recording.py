@@ -213,7 +213,7 @@ class Recorder:
                 self._refuse(model, "its compiled layers are compiled again in every step")
             return outputs
         if waits:
-            reason = f"it asks the device at {waits[0]}"
+            reason = f"it waits for the device at {waits[0]}"
         elif reason is None and (module := changed_module(old, now)) is not None:
             reason = f"{module} changes its attributes in every step"
         if (reason := self._on_any_rank(reason)) is None:
@@ -300,7 +300,7 @@ def _warn_once(model: Any, reason: str) -> None:
         reported.add(reason)
         warnings.warn(
             f"the decoding step of {type(model).__name__} cannot be recorded: {reason}. It runs eagerly, which is slower; "
-            "step='eager' asks for that, step='compiled' compiles it where transformers can",
+            "step='eager' selects that, step='compiled' compiles it where transformers can",
             stacklevel=2,
         )
 

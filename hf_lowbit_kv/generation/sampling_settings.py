@@ -94,14 +94,12 @@ def check_settings(options: Mapping[str, Any]) -> None:
     texts = [stops] if isinstance(stops, str) else stops
     listed = isinstance(texts, (list, tuple)) and texts and all(isinstance(each, str) and each for each in texts)
     if stops is not None and not listed:
-        raise ValueError(
-            f"stop_strings={stops!r} is not allowed; it must be a text that is not empty, or a list of them"
-        )
+        raise ValueError(f"stop_strings={stops!r} is not allowed; it must be a non-empty text, or a list of such texts")
     ends = setting("eos_token_id")
     numbers = ends.reshape(-1).tolist() if isinstance(ends, torch.Tensor) else ends
     for end in numbers if isinstance(numbers, (list, tuple)) else [] if numbers is None else [numbers]:
         if not isinstance(end, int) or isinstance(end, bool):
-            raise ValueError(f"eos_token_id={ends!r} is not allowed; it must be a token's number, or a list of them")
+            raise ValueError(f"eos_token_id={ends!r} is not allowed; it must be the id of a token, or a list of ids")
 
 
 def processors_of(

@@ -64,8 +64,8 @@ def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int, model: 
         else f"is {int(begin[row, token])}, and {int(stored[row, token])} is stored"
     )
     raise ValueError(
-        f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} {is_stored}; give the "
-        "whole conversation, what is stored and what is new, or reset() the cache first"
+        f"inputs do not begin with the text that past_key_values holds: token {token} of row {row} {is_stored}; pass the "
+        "full text so far plus the new tokens, or reset() the cache first"
     )
 
 

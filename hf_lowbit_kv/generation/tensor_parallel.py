@@ -147,6 +147,6 @@ class Heartbeat:
 
 
 def _end(reason: str) -> None:
-    print(f"hf_lowbit_kv: {reason}. Recorded steps would wait for it for ever, so this process ends.", file=sys.stderr)
+    print(f"hf_lowbit_kv: {reason}. Recorded steps would wait forever, so this process ends.", file=sys.stderr)
     sys.stderr.flush()
     os._exit(EXIT_STATUS)

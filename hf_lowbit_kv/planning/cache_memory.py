@@ -82,8 +82,8 @@ class CacheMemory:
     def _recurrent(self, index: int) -> tuple[Any, ...]:
         if isinstance(self.layers[index], DynamicLayer) or hasattr(self.layers[index], "keys"):
             raise ValueError(
-                f"model={self.shape.name!r} has layer {index} with attention and a recurrent state in one; such layers are not "
-                "counted"
+                f"model={self.shape.name!r} has layer {index} with both attention and a recurrent state; such layers are not "
+                "supported"
             )
         return RECURRENT, _recurrent_bytes(self.shape)[index]
 
@@ -99,7 +99,7 @@ class CacheMemory:
         packed = self.packed_sizes.get(index)
         heads, first, second = packed or DIRECT.sizes(self.shape.config.per_layer_config[index])
         if heads is None or first is None or second is None:
-            raise ValueError(f"model={self.shape.name!r}: its configuration does not say what layer {index} stores")
+            raise ValueError(f"model={self.shape.name!r}: its configuration does not give the sizes of layer {index}")
         if packed is None and (keys := self._key_channels.get(index)):
             heads = keys // first  # sliding layers of MiMo-V2 have more heads than the configuration says
         return heads, first, second

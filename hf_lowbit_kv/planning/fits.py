@@ -150,7 +150,7 @@ class FitTable(Sequence[Fit]):
         """One line of advice."""
         best, nearest = self.recommended, self.nearest
         if best is None or nearest is None:
-            return "No preset fits: take fewer tokens (see longest), fewer rows, or weights with fewer bits (int4)."
+            return "No preset fits: use fewer tokens (see longest), fewer rows, or weights with fewer bits (int4)."
         if best is nearest:
             relation = "the default, and" if best.preset == DEFAULT_PRESET else "it is"
             text = f"Recommended: {best.preset}, {relation} nearest to 16 bits of the presets that fit."
@@ -167,7 +167,7 @@ class FitTable(Sequence[Fit]):
     @property
     def notes(self) -> list[str]:
         """Notes below the table."""
-        notes = ["longest: tokens of a row that would fit; rows: so many rows of this length would fit"]
+        notes = ["longest: most tokens per row that fit; rows: most rows of this length that fit"]
         if self.recommended is not None:
             notes.append("+: recommended")
         if any(fit.calibrated for fit in self.shown):
@@ -331,7 +331,7 @@ def _preset_memory(
                 raise
             reasons.append(error)
     if not counters:
-        raise ValueError(f"no preset serves model={shape.name!r}: {reasons[0]}") from reasons[0]
+        raise ValueError(f"no preset supports model={shape.name!r}: {reasons[0]}") from reasons[0]
     return counters
 
 

@@ -107,7 +107,7 @@ def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None
         method, bits = str(fields.get("quant_method", "")).split(".")[-1].lower(), fields.get("bits")
         if (kind := QUANTIZED.get((method, bits)) or QUANTIZED.get((method, None))) is None:
             raise ValueError(
-                f"model={name!r} is published with quant_method={method!r}, whose size is not known here; say weights=, one of "
+                f"model={name!r} is published with quant_method={method!r}, whose size is unknown; pass weights=, one of "
                 f"{', '.join(WEIGHT_KINDS)}, or a size such as '5.7GB'"
             )
         return kind

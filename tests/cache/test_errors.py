@@ -51,7 +51,7 @@ def test_unknown_preset_names_the_close_ones(model, name, close):
         ({"group_size": 64.0}, r"group_size=64.0 is not offered"),
         ({"page_size": 128.0}, r"page_size=128.0 is not offered"),
         ({"backend": "cutlass"}, "backend='cutlass' is not known; allowed"),
-        ({"dense_layers": [7]}, "dense_layers has the index 7, which is no full-attention layer"),
+        ({"dense_layers": [7]}, "dense_layers has the index 7, which is not a full-attention layer"),
     ],
 )
 def test_arguments_out_of_range(model, options, message):

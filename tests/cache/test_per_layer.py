@@ -98,7 +98,7 @@ def test_indices_count_layers_of_every_kind():
     cache = lb.from_preset("kivi-2", config, per_layer={-1: "kv8"}, **PAGES)
     assert stored(cache) == ["int8-token/int8-token"]
     with pytest.raises(
-        ValueError, match=r"per_layer has the index 0, which is no full-attention layer.*allowed: \[1\]"
+        ValueError, match=r"per_layer has the index 0, which is not a full-attention layer.*allowed: \[1\]"
     ):
         lb.from_preset("kivi-2", config, per_layer={0: "kv8"})
 

@@ -167,7 +167,7 @@ def test_caches_find_it(model, calibration):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_hidden_layers": 3}, "layers 2 with 2 KV heads of 64, and the model has 3"),
+        ({"num_hidden_layers": 3}, "layers 2 with 2 KV heads of 64, but the model has 3"),
         ({"head_dim": 128}, "2 KV heads of 128"),
         ({"num_key_value_heads": 1}, "1 KV heads of 64"),
     ],
@@ -182,7 +182,7 @@ def test_other_weights_and_families_are_refused(model, calibration):
     other = type(model)(model.config)
     with pytest.raises(ValueError, match="weights of the embedding do not"):
         lb.from_preset("tiny-vq", other, calibration=calibration)
-    with pytest.raises(ValueError, match="model_type llama, and the model has mistral"):
+    with pytest.raises(ValueError, match="model_type llama, but the model has mistral"):
         lb.from_preset("tiny-vq", tiny_config("mistral"), calibration=calibration)
     lb.from_preset("tiny-vq", model.half(), calibration=calibration)  # rounding does not make another model
     model.float()
@@ -196,7 +196,7 @@ def test_files_that_are_refused(calibration, tmp_path):
     with pytest.raises(ValueError, match="may be truncated"):
         lb.Calibration.load(path)
     save_file({"a": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match="no calibration"):
+    with pytest.raises(ValueError, match="not a calibration"):
         lb.Calibration.load(path)
     save_file(
         {"a": torch.zeros(1)}, path, {"format": "hf-lowbit-kv calibration", "version": "99", "model": json.dumps({})}
@@ -218,7 +218,7 @@ def test_files_that_are_refused(calibration, tmp_path):
 def test_a_preset_that_the_file_lacks(model, calibration):
     with pytest.raises(
         ValueError,
-        match=r"no codebook for keys of none.vq-d4b8 \(layers.0.*it holds keys of smooth.*--preset million-2 -o",
+        match=r"no codebook for keys of none.vq-d4b8 \(layers.0.*it has keys of smooth.*--preset million-2 -o",
     ):
         lb.from_preset("million-2", model, calibration=calibration)
 
@@ -324,7 +324,7 @@ def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration,
     with pytest.raises(ValueError, match=r"--out '.*' is a folder; name a file, e\.g\. '.*calibration\.safetensors'"):
         command.calibrate(["vecinfer-2"], [text], out=tmp_path)
     with pytest.raises(
-        ValueError, match=r"--out '.*text\.txt' exists, and nothing can be added to it: .*cannot be read"
+        ValueError, match=r"--out '.*text\.txt' exists, but nothing can be added to it: .*cannot be read"
     ):
         command.calibrate(["vecinfer-2"], [text], out=text)
     calibration.save(out)

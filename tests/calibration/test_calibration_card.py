@@ -70,12 +70,12 @@ def test_the_card_says_what_it_was_made_from(calibration, hub):
     for part in ('calibration="me/tiny-kv"', "a.txt, b.txt", "vecinfer-2", "0.01235", "held-out.txt", "`llama`"):
         assert part in page.text
     table = [line for line in page.text.splitlines() if line.startswith("| presets")]
-    assert table == ["| presets | texts | windows | tokens a window | seed |"]
+    assert table == ["| presets | texts | windows | tokens per window | seed |"]
 
 
 @pytest.mark.parametrize(
     ("measured", "message"),
-    [([{"preset": "x"}], "lacks 'kl'"), ([{**MEASURED[0], "text": "b.txt"}], "was calibrated on")],
+    [([{"preset": "x"}], "without 'kl'"), ([{**MEASURED[0], "text": "b.txt"}], "which the calibration has used")],
 )
 def test_nothing_is_uploaded_where_the_card_would_be_wrong(calibration, hub, measured, message):
     with pytest.raises(ValueError, match=message):
@@ -85,7 +85,7 @@ def test_nothing_is_uploaded_where_the_card_would_be_wrong(calibration, hub, mea
 
 def test_a_file_without_runs_says_so(calibration):
     calibration.source = []
-    assert "Not known" in card(calibration)
+    assert "Unknown" in card(calibration)
 
 
 def test_command(calibration, hub, tmp_path):
@@ -113,7 +113,7 @@ def test_a_run_says_what_it_read():
     page = card(made, [{"preset": "eigen-2", "kl": 0.1, "text": "held-out.txt"}])
     assert "squares.txt" in page
     assert run["text_hashes"][1] in page
-    with pytest.raises(ValueError, match=r"text='rest\.txt', which was calibrated on"):
+    with pytest.raises(ValueError, match=r"text='rest\.txt', which the calibration has used"):
         card(made, [{"preset": "eigen-2", "kl": 0.1, "text": "rest.txt"}])
     (plain,) = lb.calibrate(model, Numbers(), texts, "eigen-2", attention=False, **options).source
     assert "mix" not in plain

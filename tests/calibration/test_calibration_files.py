@@ -103,20 +103,23 @@ DAMAGES = {
     "half a header": (lambda path: path.write_bytes(path.read_bytes()[:40]), "may be truncated"),
     "empty": (lambda path: path.write_bytes(b""), "may be truncated"),
     "text": (lambda path: path.write_text("not this"), "may be truncated"),
-    "other tensors": (lambda path: save_file({"a": torch.zeros(1)}, path), "no calibration"),
-    "older": (lambda path: with_metadata(path, version="0"), "version '0', and this release reads 2"),
-    "broken JSON": (lambda path: with_metadata(path, model='{"name": '), "does not say what it was made for"),
-    "no model": (lambda path: with_metadata(path, model=None), "does not say what it was made for"),
-    "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not say what it was made for"),
+    "other tensors": (lambda path: save_file({"a": torch.zeros(1)}, path), "not a calibration"),
+    "older": (lambda path: with_metadata(path, version="0"), "version '0', but this release reads 2"),
+    "broken JSON": (lambda path: with_metadata(path, model='{"name": '), "does not describe its model and source"),
+    "no model": (lambda path: with_metadata(path, model=None), "does not describe its model and source"),
+    "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not describe its model and source"),
     "a list as model": (lambda path: with_metadata(path, model="[]"), "has no name and model_type"),
-    "a number as source": (lambda path: with_metadata(path, source="3"), "source 3 is no list of runs"),
-    "runs without tensors": (lambda path: with_metadata(path, source="[{}]"), "is no list of runs with their tensors"),
+    "a number as source": (lambda path: with_metadata(path, source="3"), "source 3 is not a list of runs"),
+    "runs without tensors": (
+        lambda path: with_metadata(path, source="[{}]"),
+        "is not a list of runs with their tensors",
+    ),
     "no layers": (of_model(layers=None), "layers None"),
     "layers without sizes": (of_model(layers={"0": []}), "are not KV heads and sizes"),
     "marks of words": (of_model(marks=["x"]), "marks .* are not a list of numbers"),
     "NaN": (with_tensor(torch.full((2, 64), torch.nan)), "not finite, in layers.1.keys"),
-    "integers": (with_tensor(torch.ones(2, 64, dtype=torch.int32)), "holds torch.int32 in layers.1.keys"),
-    "8-bit numbers": (with_tensor(torch.ones(2, 64).to(torch.float8_e4m3fn)), "holds torch.float8_e4m3fn"),
+    "integers": (with_tensor(torch.ones(2, 64, dtype=torch.int32)), "has torch.int32 in layers.1.keys"),
+    "8-bit numbers": (with_tensor(torch.ones(2, 64).to(torch.float8_e4m3fn)), "has torch.float8_e4m3fn"),
     "folder": (as_folder, "cannot be opened"),
 }
 
@@ -162,7 +165,7 @@ def test_links_to_nothing_and_files_that_are_removed_meanwhile(model, folder, mo
         if path.name == "b.safetensors":
             path.unlink()
 
-    with pytest.warns(UserWarning, match="a.safetensors' is skipped: it is a link to nothing") as caught:
+    with pytest.warns(UserWarning, match="a.safetensors' is skipped: it is a broken link") as caught:
         assert looked_up(model) == 2
     assert len(caught) == 1
 
@@ -265,7 +268,7 @@ def test_files_of_version_1_without_eigen_are_read(model, tmp_path):
     eigen_calibration(model, attention=True).save(tmp_path / "y.safetensors")
     with_metadata(tmp_path / "y.safetensors", version="1", digest=None)
     with pytest.raises(
-        ValueError, match=r"version '1', and this release reads 2: make it again with `hf-lowbit-kv calib"
+        ValueError, match=r"version '1', but this release reads 2: make it again with `hf-lowbit-kv calib"
     ):
         lb.Calibration.load(tmp_path / "y.safetensors")
 
@@ -318,7 +321,7 @@ def test_steps_do_not_stay_behind_another_matrix(model):
     same = eigen_calibration(model, attention=True)
     assert first.merged(same).source[1]["attention"] is True
     other = eigen_calibration(model, attention=True, matrix=2.0)
-    with pytest.raises(ValueError, match=r"layers.0.keys.eigen.matrix would change, and .*static-64332222.* together"):
+    with pytest.raises(ValueError, match=r"layers.0.keys.eigen.matrix would change, but .*static-64332222.* together"):
         first.merged(other)
     both = eigen_calibration(model, attention=True, presets=("eigen-2", "eigen-3"), matrix=2.0)
     merged = first.merged(both)

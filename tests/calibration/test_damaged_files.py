@@ -254,7 +254,7 @@ def test_a_pipe_is_not_waited_for(saved, model, tmp_path, monkeypatch):
     shutil.copy(saved[1], folder / "b.safetensors")
     with pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
         lb.Calibration.load(folder / "a.safetensors")
-    with pytest.warns(UserWarning, match=r"a.safetensors' is skipped: the file cannot be opened: it is no file"):
+    with pytest.warns(UserWarning, match=r"a.safetensors' is skipped: the file cannot be opened: it is not a file"):
         cache(model, "kivi-2", None)
 
 
@@ -275,7 +275,7 @@ def test_wrong_shapes(preset, model, tmp_path):
             path = tmp_path / "c.safetensors"
             lb.Calibration(whole.tensors | {name: torch.ones(wrong)}, whole.model).save(path)
             error = error_of(lambda path=path: cache(model, preset, path))
-            assert f"calibration={str(path)!r} holds {name} of shape {wrong}" in error
+            assert f"calibration={str(path)!r} has {name} of shape {wrong}" in error
             assert f"the layer needs {shape}" in error
 
 
@@ -288,8 +288,8 @@ def test_wrong_shapes_in_the_users_folder(model, tmp_path, monkeypatch):
     folder = tmp_path / "calibrations"
     lb.Calibration(whole.tensors | {name: torch.ones(3, 64)}, whole.model).save(folder / "a.safetensors")
     with (
-        pytest.warns(UserWarning, match=rf"a.safetensors' is skipped: .*holds {name} of shape \(3, 64\)"),
-        pytest.raises(ValueError, match=rf"needs a calibration.*holds {name} of shape \(3, 64\)"),
+        pytest.warns(UserWarning, match=rf"a.safetensors' is skipped: .*has {name} of shape \(3, 64\)"),
+        pytest.raises(ValueError, match=rf"needs a calibration.*has {name} of shape \(3, 64\)"),
     ):
         cache(model, "kivi-2", None)
     whole.save(folder / "b.safetensors")

@@ -216,7 +216,7 @@ def test_files_without_sums_are_taken_with_a_note(llama, tmp_path):
     del older.model["weights"]
     older.save(tmp_path / "older.safetensors")
     cache = lb.from_preset("kivi-2", llama, **OPTIONS, calibration=tmp_path / "older.safetensors")
-    assert "weights of attention not compared: the file has no sums (an older one)" in cache.summary()
+    assert "weights of attention not compared: the file has no sums (an older file)" in cache.summary()
     older.save(calibration_lookup.user_file(older.model))
     assert "the file has no sums" in lb.from_preset("kivi-2", llama, **OPTIONS).summary()
 
@@ -307,7 +307,7 @@ def test_other_embeddings_are_accepted_only_by_name(llama):
 
 
 def test_calibrations_of_other_weights_are_not_joined(llama, tuned):
-    with pytest.raises(ValueError, match=r"cannot be joined: k_proj\.weight of layer 0"):
+    with pytest.raises(ValueError, match=r"cannot be merged: k_proj\.weight of layer 0"):
         calibration_of(llama).merged(calibration_of(tuned))
 
 

@@ -169,8 +169,12 @@ def test_names_that_are_declared_without_torch():
         ),
         (["serve", "--set", "residal=64"], 1, "did you mean 'residual'?"),
         (["demo", "--preset", "KIVI-4-SINK"], 1, "did you mean 'kivi-4-sink'?"),
-        (["fits", "--context", "8k", "--memory", "24"], 1, "memory='24' is not understood: 24 what? Give e.g. 24GB"),
-        (["recommend", "--cache-memory", "2"], 1, "2 what? Give e.g. 2GB"),
+        (
+            ["fits", "--context", "8k", "--memory", "24"],
+            1,
+            "memory='24' is not understood: it needs a unit. Give e.g. 24GB",
+        ),
+        (["recommend", "--cache-memory", "2"], 1, "it needs a unit. Give e.g. 2GB"),
         (["eval", "perplexity", "--text", __file__, "--dataset", "x"], 1, "exclude each other"),
         (["recommend"], 1, "give a budget, either --bits or --cache-memory"),
         (["recommend", "--bits", 2, "--cache-memory", "1GB"], 1, "give a budget, either --bits or --cache-memory"),
@@ -370,7 +374,7 @@ def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, 
     assert not (tmp_path / "own").exists()
     code, _, err = run("recommend", *options, "--calibrate", "--calibration-text", text)
     assert code == 1
-    assert "is what accuracy is measured on: calibrate on other texts" in " ".join(err.split())
+    assert "is the text for accuracy: calibrate on other texts" in " ".join(err.split())
     code, out, err = run("recommend", *options, "--calibrate", "--calibration-text", other)
     assert code == 0
     assert {row["preset"] for row in json.loads(out)["candidates"]} == {"kivi-2", "eigen-2"}
@@ -418,7 +422,7 @@ def test_a_cache_folder_that_cannot_be_written(run, monkeypatch, tmp_path):
     for command in (["demo"], ["calibrate"]):
         code, out, err = run(*command)
         assert (code, out) == (1, ""), command
-        assert re.search(r"file.*' cannot be written: .*HF_LOWBIT_KV_CACHE names another folder", " ".join(err.split()))
+        assert re.search(r"file.*' cannot be written: .*HF_LOWBIT_KV_CACHE to another folder", " ".join(err.split()))
 
 
 def test_ctrl_c_while_the_command_is_imported(monkeypatch, capsys):

@@ -133,7 +133,7 @@ def test_the_bundled_models_name_is_known_before_it_is_converted(before_loading,
     path = user_folder / f"{name}-0123456789abcdef.safetensors"
     path.parent.mkdir(parents=True)
     path.write_text("not this")
-    with pytest.raises(ValueError, match=r"SmolLM2.* exists, and nothing can be added to it"):
+    with pytest.raises(ValueError, match=r"SmolLM2.* exists, but nothing can be added to it"):
         before_loading()
 
 
@@ -158,7 +158,7 @@ def test_a_folder_in_which_nothing_can_be_written(place, before_loading, monkeyp
 def test_a_folder_that_is_a_file_and_a_file_that_is_a_device(before_loading, text):
     with pytest.raises(OSError, match=r"text\.txt/x\.safetensors' cannot be written"):
         before_loading(out=text / "x.safetensors")
-    with pytest.raises(ValueError, match="'/dev/null' is no regular file"):
+    with pytest.raises(ValueError, match="'/dev/null' is not a regular file"):
         before_loading(out=Path("/dev/null"))
 
 
@@ -208,7 +208,7 @@ def test_too_little_text_for_codebooks_or_gradients_is_noticed_before_the_model_
 
 def result_in(error) -> lb.Calibration:
     """What the file holds that the message names."""
-    (path,) = re.findall(r"The result is in '([^']+)': calibration='\1' takes it", str(error.value))
+    (path,) = re.findall(r"The result is in '([^']+)': use calibration='\1'", str(error.value))
     return lb.Calibration.load(path)
 
 
@@ -275,7 +275,7 @@ def test_no_place_at_all(calibrate, model, tmp_path, monkeypatch):
     monkeypatch.setattr(calibration_file, "save_file", full)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    with pytest.raises(OSError, match=r"could not be written elsewhere either, and is lost: .*No space"):
+    with pytest.raises(OSError, match=r"could not be written elsewhere either and is lost: .*No space"):
         calibrate(lambda: calibration_of(model), out=tmp_path / "folder" / "x.safetensors")
     assert visible(tmp_path / "temporary") == visible(tmp_path / "folder") == []
 

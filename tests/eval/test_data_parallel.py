@@ -44,7 +44,7 @@ def test_a_gpu_for_all_is_refused(monkeypatch, capsys, device):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         cli.main(["eval", "perplexity", "--preset", "kivi-2", "--device", device])
-    assert "each takes a GPU of its own" in " ".join(capsys.readouterr().err.split())
+    assert "each process uses its own GPU" in " ".join(capsys.readouterr().err.split())
 
 
 def options_of(model_folder: Path, folder: Path) -> list[str]:

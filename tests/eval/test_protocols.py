@@ -128,9 +128,9 @@ def test_kivi(run, folder, tmp_path):
     ("arguments", "message"),
     [
         (["--name", "other", "-p", "kv4"], "--name 'other' is not offered; allowed: wikitext, kivi"),
-        (["--name", "wikitext", "-p", "kv4", "--tasks", "gsm8k"], "--tasks has no meaning for --name wikitext"),
-        (["--name", "wikitext", "-p", "kv4", "--limit", "3"], "--limit has no meaning for --name wikitext"),
-        (["--name", "kivi", "-p", "kv4", "--windows", "3"], "--windows has no meaning for --name kivi"),
+        (["--name", "wikitext", "-p", "kv4", "--tasks", "gsm8k"], "--tasks is not allowed with --name wikitext"),
+        (["--name", "wikitext", "-p", "kv4", "--limit", "3"], "--limit is not allowed with --name wikitext"),
+        (["--name", "kivi", "-p", "kv4", "--windows", "3"], "--windows is not allowed with --name kivi"),
         (["--name", "kivi", "-p", "kv4", "--tasks", "hellaswag"], "task 'hellaswag' does not belong to the protocol kivi"),
         (["--name", "kivi", "-p", "kv4", "--tasks", "gsm8k", "--dataset", "."], "gsm8k/test.jsonl, the data of task gsm8k"),
         (["--name", "kivi", "-p", "kv5x"], "kv5x"),

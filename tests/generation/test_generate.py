@@ -215,5 +215,5 @@ def test_texts_beyond_the_models_positions_are_announced_before_they_are_read(to
         lb.generate(model, torch.randint(3, 150, (1, tokens)), max_new_tokens=new, do_sample=False, pad_token_id=0)
     assert warned[0] == len(caught) == (message is not None)
     if message is not None:
-        assert f"{message}, and the model was made for texts of at most 32" in str(caught[0].message)
+        assert f"{message}, and the model was made for at most 32" in str(caught[0].message)
         assert caught[0].filename == __file__

@@ -128,7 +128,10 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"max_new_tokens": None}, "max_new_tokens=None: the cache is allocated"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
         ({"max_length": 70}, "max_new_tokens=12 and max_length=70 are both given"),
-        ({"max_length": 50, "max_new_tokens": None}, "max_length=50 leaves nothing to write: the prompt has 50 tokens"),
+        (
+            {"max_length": 50, "max_new_tokens": None},
+            "max_length=50 leaves no room for new tokens: the prompt has 50 tokens",
+        ),
         ({"max_length": "70", "max_new_tokens": None}, "max_length='70' is not allowed"),
         ({"step": "fast"}, "step='fast' is not known; allowed: 'recorded', 'compiled', 'eager'"),
         ({"step": "eager", "compile_config": CompileConfig()}, "step='eager' and compile_config are both given"),
@@ -151,7 +154,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"inputs": torch.ones(1, 0, dtype=torch.long)}, "inputs must be token ids"),
         ({"inputs": torch.ones(0, 5, dtype=torch.long)}, "inputs must be token ids"),
         ({"max_cache_len": 61}, "max_cache_len=61 is too small: the prompt has 50 tokens and max_new_tokens=12"),
-        ({"cache_options": {"max_cache_len": 99}}, "it is an argument of its own"),
+        ({"cache_options": {"max_cache_len": 99}}, "pass max_cache_len= to the call"),
         ({"cache_options": {"sink": -1}}, "sink=-1 is not allowed"),
         ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
         ({"inputs": torch.arange(3)}, "inputs must be token ids"),
@@ -177,7 +180,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"do_sample": True, "top_k": -1}, "top_k=-1 is not allowed; it must be an integer of 0 or more"),
         ({"do_sample": True, "min_p": 2.0}, "min_p=2.0 is not allowed; it must be a number from 0 to 1"),
         ({"do_sample": "yes"}, "do_sample='yes' is not allowed; it must be True or False"),
-        ({"eos_token_id": "a"}, "eos_token_id='a' is not allowed; it must be a token's number"),
+        ({"eos_token_id": "a"}, "eos_token_id='a' is not allowed; it must be the id of a token"),
         ({"stop_strings": [""]}, r"stop_strings=\[''\] is not allowed"),
         ({"generation_config": GenerationConfig(epsilon_cutoff=3)}, "epsilon_cutoff=3 is not allowed"),
         ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, "`temperature`"),
@@ -280,7 +283,7 @@ def test_a_turn_begins_with_what_is_stored(model):
     more, more_mask = torch.cat([written, ids], dim=1), torch.cat([mask, torch.ones_like(written[:, :2]), mask], dim=1)
     wrong = more.clone()
     wrong[1, 20] += 1
-    with pytest.raises(ValueError, match=r"token 20 of row 1 is \d+, and \d+ is stored; give the whole conversation"):
+    with pytest.raises(ValueError, match=r"token 20 of row 1 is \d+, and \d+ is stored; pass the full text so far"):
         turn(wrong, more_mask)
     other_padding = more.clone()
     other_padding[1, 3] = 9

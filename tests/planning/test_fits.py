@@ -202,7 +202,7 @@ def test_presets_that_fit_come_by_their_bits_and_one_is_recommended():
             "Recommended: kivi-2, it is nearest to 16 bits of the presets that fit.",
         ),
         ("128k", ["kv8", "eigen-2"], "Recommended: eigen-2, it is nearest .*"),
-        ("1024k", None, "No preset fits: take fewer tokens .*"),
+        ("1024k", None, "No preset fits: use fewer tokens .*"),
         (8192, ["dense"], "No preset .*"),
     ],
 )

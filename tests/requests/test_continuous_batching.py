@@ -239,7 +239,7 @@ def test_the_paged_cache_implementation(models, ours):
     mask[0, :3] = 0
     with pytest.raises(ValueError, match="attention_mask has padding"):
         ours.generate(ids, attention_mask=mask, **common)
-    with pytest.raises(ValueError, match="logits_processor= is not possible"):
+    with pytest.raises(ValueError, match="logits_processor= is not allowed"):
         ours.generate(ids, logits_processor=[lambda ids, scores: scores], **common)
     with pytest.raises(ValueError, match="num_beams=2"):
         ours.generate(ids, num_beams=2, **common)
