@@ -267,7 +267,9 @@ def test_a_turn_must_fit_the_cache(model):
 def test_a_turn_is_the_whole_conversation(model):
     cache = lb.from_preset("kivi-2", model, max_cache_len=100)
     lb.generate(model, left_padded(1, 50)[0], max_new_tokens=2, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"inputs have 5 tokens, and past_key_values holds 5[0-9]: pass the full text so far"):
+    with pytest.raises(
+        ValueError, match=r"inputs have 5 tokens, and past_key_values holds 5[0-9]: pass the full text so far"
+    ):
         lb.generate(model, left_padded(1, 5)[0], max_new_tokens=2, past_key_values=cache)
 
 
