@@ -14,6 +14,7 @@ from cuda_cases import LONG_CHUNKS, check_long_chunk, fragment
 from emulated import emulated, some_fast
 from kernel_cases import Case, check_steps, filled, generator, plain, random_step, relative_error
 from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, TRELLIS, static_sizes
+from marked import slow_case
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 
 import hf_lowbit_kv as lb
@@ -337,15 +338,13 @@ def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
 
 #: rotations that begin with blocks of 12 channels and of one, and each order of factors and rotation once (blocks of 20 are
 #: in `TRANSFORMED`)
-FAST_TRANSFORMS = {
-    "hadamard": (),
-    "smooth": (),
-    "smooth+hadamard": (96,),
-    "hadamard+smooth": (128,),
-}
+FAST_TRANSFORMS = [(96, torch.float16, "smooth+hadamard"), (128, torch.float16, "hadamard+smooth")]
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["options"][0] in FAST_TRANSFORMS[p["options"][2]])
-@pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] == torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [x if x in FAST_TRANSFORMS else slow_case(x) for x in TRANSFORMS if x[1] == torch.float16],
+    ids=str,
+)
 def test_transform(options):
     kernels.check_transform(*options)
