@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import left_padded, tiny_models
 from generation_cases import graph_launches, ours
+from marked import slow_case
 from transformers import LogitsProcessor
 
 import hf_lowbit_kv as lb
@@ -61,9 +62,15 @@ def forced_logits(model, ids, mask, sequences, **options):
     return torch.stack(out.logits).float(), " ".join(out.past_key_values.summary().replace("│", "").split())
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["dtype"] == torch.bfloat16 or p["family"] in ("llama", "gemma2"))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.bfloat16) for family in FUSED),
+        *(("llama", torch.float16), ("gemma2", torch.float16)),
+        *(slow_case(family, torch.float16) for family in FUSED if family not in ("llama", "gemma2")),
+    ],
+    ids=str,
+)
 def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
     """64 teacher-forced tokens: the logits' error against float32 is at most twice the plain step's, and the likeliest token is
     the same wherever plain's margin is above four times its own largest error."""

@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 from cases import FAMILIES, FORMATS, OTHER_WIDTHS, cache_of, left_padded, tiny_models
+from marked import slow_case
 from transformers import DynamicCache, LogitsProcessor
 
 import hf_lowbit_kv as lb
@@ -162,16 +163,23 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
 WINDOWS = [{}, {"residual": 0}, {"sink": 8, "max_cache_len": 400}]
 
 
-def _in_every_run(formats, options, backend):
+def _some_slow() -> list:
     """Each kind of formats in one window. Triton's compiler takes two minutes for static codes; see `test_isolation.py`."""
-    if formats in OTHER_WIDTHS or (backend == "triton" and formats[0].startswith("static")):
-        return False
-    return FORMATS.index(formats) % 3 == WINDOWS.index(options)
+    cases = []
+    for backend, window, number in itertools.product(("triton", "cuda"), range(len(WINDOWS)), range(len(FORMATS))):
+        case = (backend, WINDOWS[window], formats := FORMATS[number])
+        compiles_long = backend == "triton" and formats[0].startswith("static")
+        in_every_run = number % 3 == window and formats not in OTHER_WIDTHS and not compiles_long
+        cases.append(case if in_every_run else slow_case(*case))
+    return cases
 
 
-@pytest.mark.fast_if(wanted=lambda p: _in_every_run(**p))
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
-@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "options", "formats"),
+    _some_slow(),
+    ids=lambda x: "/".join(x) if isinstance(x, tuple) else str(x),
+    indirect=["backend"],
+)
 def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backend):
     ids, mask = _prompt(3)
     cache = cache_of(llama, formats, backend=backend, **options)
@@ -195,10 +203,15 @@ def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backen
 
 @pytest.mark.begins_first
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
-@pytest.mark.fast_if(
-    wanted=lambda p: p["preset"] == "kivi-2-sink" or (p["preset"], p["backend"]) == ("kitty-hadamard", "cuda")
+@pytest.mark.parametrize(
+    ("backend", "preset"),
+    [
+        *(("triton", "kivi-2-sink"), ("cuda", "kivi-2-sink"), ("cuda", "kitty-hadamard")),
+        *(slow_case("triton", preset) for preset in ("dense", "kv8", "kitty-hadamard")),
+        *(slow_case("cuda", preset) for preset in ("dense", "kv8")),
+    ],
+    indirect=["backend"],
 )
-@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", "kv8", "kitty-hadamard"])
 def test_gpu_compiled_steps_give_the_eager_logits(llama, preset, backend):
     """In 16 bits, where compiled code rounds differently; exact tokens, in float32, are in `test_compile.py`."""
     torch._dynamo.reset()
