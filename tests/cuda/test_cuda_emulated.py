@@ -106,7 +106,7 @@ FEW_SPREAD = [
     *(case for case in SPREAD if case.spread == "values" and case.values == "int2-token"),
     Case(keys="int2-channel", values="int2-token", **PAGES, heads=1, lengths=(800,), spread="keys"),
 ]
-MORE_SPREAD = [pytest.param(case, marks=pytest.mark.slow) for case in SPREAD if case not in FEW_SPREAD]
+MORE_SPREAD = [slow_case(case) for case in SPREAD if case not in FEW_SPREAD]
 
 
 @pytest.mark.parametrize("case", [*FEW_SPREAD, *MORE_SPREAD], ids=str)
@@ -160,7 +160,7 @@ def test_long_chunks_where_triton_cannot_launch(case, launch, monkeypatch):
     check_long_chunk(case, launch, monkeypatch)
 
 
-@pytest.mark.parametrize("preset", [pytest.param("kivi-2", marks=pytest.mark.slow), "kitty-hadamard"])
+@pytest.mark.parametrize("preset", [slow_case("kivi-2"), "kitty-hadamard"])
 def test_generate_without_triton(preset, launch, monkeypatch):
     """Prompt, steps and a second turn of a model: no kernel of Triton's is launched, and the text is the reference's."""
     from triton.runtime.jit import JITFunction

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import cli
@@ -177,7 +178,7 @@ def test_a_task_that_is_not_known(run, model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        pytest.param(["--tasks", "hellaswag_10", "--preset", "kivi-2"], NOT_KNOWN, marks=pytest.mark.slow),
+        slow_case(["--tasks", "hellaswag_10", "--preset", "kivi-2"], NOT_KNOWN),
         (["--tasks", ",", "--preset", "kivi-2"], "--tasks is empty"),
         (["--tasks", "needle", "--preset", "kivi-9"], "preset='kivi-9' is not known"),
         (["--tasks", "needle", "--preset", "kivi-2", "--no-such", "1"], "'--no-such' is an option neither"),

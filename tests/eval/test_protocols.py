@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from cases import tiny_models
+from marked import slow_case
 from transformers import AutoTokenizer, DynamicCache
 
 from hf_lowbit_kv import cli
@@ -48,7 +49,7 @@ def run(capsys, monkeypatch, tmp_path):
     return call
 
 
-@pytest.mark.parametrize("context", [400, pytest.param(protocols.CONTEXT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", [400, slow_case(protocols.CONTEXT)])
 def test_wikitext(run, folder, tmp_path, monkeypatch, context):
     """Perplexity of full precision in closed form; a 16-bit cache has it too; packing newer tokens costs more."""
     assert (protocols.CONTEXT, protocols.CHUNK, protocols.SINK, protocols.RESIDUALS) == (2048, 16, 16, (0, 128))

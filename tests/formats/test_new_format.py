@@ -253,7 +253,7 @@ def check_triton(options, monkeypatch, device: str) -> tuple:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in processes that `test_interpreted` starts")
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"max_cache_len": 128}], ids=str)
+@pytest.mark.parametrize("options", [slow_case({}), {"max_cache_len": 128}], ids=str)
 def test_small_codebook(method, options, monkeypatch):
     """Every byte and the tokens of the reference."""
     texts, states = check_triton(options, monkeypatch, "cpu")

@@ -111,12 +111,12 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [
-        pytest.param("vq-d4b8", "vq-d4b8", {}, marks=pytest.mark.slow),
-        pytest.param("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}, marks=pytest.mark.slow),
-        pytest.param("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}, marks=pytest.mark.slow),
-        pytest.param("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}, marks=pytest.mark.slow),
-        pytest.param("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
-        pytest.param("vq-d4b8", "int2-token", {"dtype": torch.float32}, marks=pytest.mark.slow),
+        slow_case("vq-d4b8", "vq-d4b8", {}),
+        slow_case("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}),
+        slow_case("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}),
+        slow_case("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}),
+        slow_case("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}),
+        slow_case("vq-d4b8", "int2-token", {"dtype": torch.float32}),
     ],
 )
 def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
