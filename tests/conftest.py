@@ -20,7 +20,7 @@ def pytest_configure(config):
     seed = os.environ.get("TEST_SEED") or DEFAULT_SEED
     os.environ["TEST_SEED"] = str(int.from_bytes(os.urandom(3), "little")) if seed == "random" else str(int(seed))
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreter_speed import save_repetitions
+        from interpreted import save_repetitions
 
         save_repetitions()
 
