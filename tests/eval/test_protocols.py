@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
 import pytest
 import torch
 from cases import tiny_models
+from command_line import call
 from marked import slow_case
 from transformers import AutoTokenizer, DynamicCache
 
-from hf_lowbit_kv import cli
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval import protocols
 
@@ -40,13 +41,7 @@ def run(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["eval", "protocol", *(str(arg) for arg in args)])
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
+    return functools.partial(call, capsys, "eval", "protocol")
 
 
 @pytest.mark.parametrize("context", [400, slow_case(protocols.CONTEXT)])

@@ -6,9 +6,8 @@ import mla_cases
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from generation_cases import graph_launches, ours
+from generation_cases import Forced, graph_launches, ours
 from marked import slow_case
-from transformers import LogitsProcessor
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.triton_kernels import common
@@ -35,16 +34,6 @@ FUSED = {
     "qwen3_next": "norms 7/7, rotary 1/1, gate 2/2, products 3/3",
 }
 TOKENS = 64
-
-
-class Forced(LogitsProcessor):
-    """Makes `generate` choose given tokens."""
-
-    def __init__(self, sequences):
-        self.sequences = sequences
-
-    def __call__(self, input_ids, scores):
-        return torch.full_like(scores, -torch.inf).scatter_(1, self.sequences[:, input_ids.shape[1], None], 0.0)
 
 
 def model_of(family):

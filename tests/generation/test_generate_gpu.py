@@ -11,8 +11,9 @@ import itertools
 import pytest
 import torch
 from cases import FAMILIES, FORMATS, OTHER_WIDTHS, cache_of, left_padded, tiny_models
+from generation_cases import Forced
 from marked import slow_case
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.triton_kernels.cuda import geometry
@@ -58,16 +59,6 @@ def backend(request):
     if request.param == "cuda":
         pytest.importorskip("cuda.bindings")
     return request.param
-
-
-class Follow(LogitsProcessor):
-    """Makes `generate` choose the tokens of `sequences`."""
-
-    def __init__(self, sequences):
-        self.sequences = sequences
-
-    def __call__(self, input_ids, scores):
-        return torch.full_like(scores, -torch.inf).scatter_(1, self.sequences[:, input_ids.shape[1], None], 0.0)
 
 
 def _prompt(batch):
@@ -150,7 +141,7 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, backend=backend)
     stock = DynamicCache(config=theirs.config)
     want = _generate(theirs, stock, ids, mask)
-    got = _generate(ours, cache, ids, mask, logits_processor=[Follow(want.sequences)])
+    got = _generate(ours, cache, ids, mask, logits_processor=[Forced(want.sequences)])
     assert torch.equal(got.sequences, want.sequences)
     _agree(got, want, ids.shape[1])
     # generate() does not run the last token it returns, so the history is one token short
@@ -220,5 +211,5 @@ def test_gpu_compiled_steps_give_the_eager_logits(llama, preset, backend):
     want = _generate(llama, cache, ids, mask, max_new_tokens=100)
     for _ in range(2):  # compiled, and captured; the second time replayed from the first step on
         cache.reset()
-        options = {"max_new_tokens": 100, "disable_compile": False, "logits_processor": [Follow(want.sequences)]}
+        options = {"max_new_tokens": 100, "disable_compile": False, "logits_processor": [Forced(want.sequences)]}
         _agree(_generate(llama, cache, ids, mask, **options), want, ids.shape[1])

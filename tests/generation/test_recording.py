@@ -15,7 +15,7 @@ import torch
 import transformers
 from cases import continued, left_padded, tiny_models
 from fake_graph import READS, FakeGraph, in_place_of_graphs
-from generation_cases import GREEDY, MODES, Collect, ours, turns
+from generation_cases import GREEDY, MODES, Collect, eager, ours, turns
 from marked import newest_case
 from packaging.version import Version
 
@@ -42,10 +42,6 @@ def model():
     model = tiny_models("llama")[0]
     yield model
     lb.release(model)
-
-
-def eager(model, *args, **options):
-    return ours(model, *args, step="eager", **options)
 
 
 def replays(graphs):

@@ -8,7 +8,7 @@ import mla_cases
 import pytest
 import torch
 from cases import every_preset, left_padded, random_parameters, tiny_models
-from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
+from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, eager, graph_launches, ours, turns
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -46,10 +46,6 @@ def _allow_synchronising():
 
 def prompt(batch=2, tokens=200):
     return [x.cuda() for x in left_padded(batch, tokens)]
-
-
-def eager(model, *args, **options):
-    return ours(model, *args, step="eager", **options)
 
 
 @torch.no_grad()
