@@ -20,7 +20,7 @@ def pytest_configure(config):
     seed = os.environ.get("TEST_SEED") or DEFAULT_SEED
     os.environ["TEST_SEED"] = str(int.from_bytes(os.urandom(3), "little")) if seed == "random" else str(int(seed))
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from interpreter_speed import save_repetitions
+        from interpreted import save_repetitions
 
         save_repetitions()
 
@@ -64,10 +64,6 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"random data of TEST_SEED={os.environ['TEST_SEED']}; set it to repeat this run")
 
 
-def _wanted(mark, item):
-    return mark.kwargs["wanted"](item.callspec.params if hasattr(item, "callspec") else {})
-
-
 def _dealt(items, processes):
     """Tests that take long, dealt out: each process begins with its share of them, and goes on with neighbours.
 
@@ -85,26 +81,14 @@ def _dealt(items, processes):
     return dealt + others
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks before -m chooses by them, the order after it
-def pytest_collection_modifyitems(config, items):
-    for item in items:
-        for mark in item.iter_markers("fast_if"):
-            if not _wanted(mark, item):
-                item.add_marker("slow")
-    chosen = config.getoption("markexpr")
-    if "host" in chosen and "not slow" in chosen:  # for another transformers; the whole matrix runs with the slow ones
-        on_both = [item for item in items if "newest" not in item.keywords]
-        kept = [item for item in on_both if all(_wanted(mark, item) for mark in item.iter_markers("host_if"))]
-        names = {item.nodeid for item in kept}
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
-        items[:] = kept
+@pytest.hookimpl(trylast=True)  # after -m has chosen
+def pytest_collection_modifyitems(items):
     import torch
 
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-    yield
     items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 

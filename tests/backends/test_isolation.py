@@ -13,6 +13,7 @@ from emulated import emulated
 from interpreted import PARTS, run_part
 from isolation import POISONS, cases, check, check_latents, in_every_run
 from kernel_cases import Case
+from marked import slow_case
 from sequence_operations import LATENTS
 
 from hf_lowbit_kv.backends import cpu
@@ -25,10 +26,13 @@ from hf_lowbit_kv.triton_kernels.cuda import format_structs
 CASES = cases()
 
 
+def _some_slow(cases: list) -> list:
+    return [case if in_every_run(case) else slow_case(case) for case in cases]
+
+
 @pytest.mark.skipif(kernels.INTERPRETED, reason="runs in a process of its own")
-@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
 @pytest.mark.parametrize("module", [reference, cpu], ids=["torch", "cpu"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", _some_slow(CASES), ids=str)
 def test_on_a_cpu(module, case):
     for values in (POISONS, *((value,) for value in POISONS)):
         check(module, case, "cpu", kernels.SEED, values)
@@ -65,10 +69,15 @@ CUDA = [case for case in CASES if _has_cuda_kernels(case)]
 
 @pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere")
 @pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor")
-@pytest.mark.fast_if(
-    wanted=lambda p: (p["case"].keys, p["case"].values, p["case"].transform) == ("int4-channel", "int4-token", None)
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if (case.keys, case.values, case.transform) == ("int4-channel", "int4-token", None) else slow_case(case)
+        for case in CUDA
+        if case.tokens == 1
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("case", [case for case in CUDA if case.tokens == 1], ids=str)
 def test_emulated(case, monkeypatch):
     with emulated(monkeypatch) as launch:
         check(launch, fragment(case), "cpu", kernels.SEED)
@@ -76,16 +85,14 @@ def test_emulated(case, monkeypatch):
 
 @pytest.mark.gpu
 @kernels.needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", _some_slow(CASES), ids=str)
 def test_triton(case):
     check(kernels.launch, case, "cuda", kernels.SEED)
 
 
 @pytest.mark.gpu
 @kernels.needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
-@pytest.mark.parametrize("case", CUDA, ids=str)
+@pytest.mark.parametrize("case", _some_slow(CUDA), ids=str)
 def test_cuda(case, monkeypatch):
     from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import FORMATS, cache_of, continued, left_padded, one_of_each_width, tiny_models
+from cases import FORMATS, cache_of, continued, left_padded, some_slow, tiny_models
+from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -19,8 +20,6 @@ from hf_lowbit_kv.storage.model_sides import DIRECT
 
 pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}
-#: of every format: what formats store does not depend on transformers
-FEW_ON_THE_OLDEST = pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[0])
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,8 @@ def _history(cache, layer=0):
     return [keys[row, :, :length] for row, length in enumerate(lengths)]
 
 
-@FEW_ON_THE_OLDEST
-@pytest.mark.fast_if(wanted=lambda p: (p["residual"] == 0) == (p["max_cache_len"] is None))
-@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("residual", [32, 0])
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize(("residual", "max_cache_len"), [(0, None), (32, 200), slow_case(32, None), slow_case(0, 200)])
+@pytest.mark.parametrize("formats", some_slow(on_the_oldest=FORMATS[0]), ids="/".join)
 def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_len):
     """Cropped and fed again, a cache is what it would be without the detour."""
     ids, _ = left_padded(2, 120)
@@ -79,8 +74,7 @@ def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monk
     cache.crop(0)
 
 
-@FEW_ON_THE_OLDEST
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("formats", [FORMATS[0], *map(newest_case, FORMATS[1:])], ids="/".join)
 @pytest.mark.parametrize("residual", [32, 0])
 def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):
     ids, mask = left_padded(2, 130)
@@ -262,9 +256,7 @@ def test_crop_everything_and_start_again(model):
     assert torch.allclose(_prefill(model, cache, ids[:, :50]), _prefill(model, fresh, ids[:, :50]), atol=1e-5)
 
 
-@FEW_ON_THE_OLDEST
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("formats", some_slow(on_the_oldest=FORMATS[0]), ids="/".join)
 def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
     ids, mask = left_padded(2, 100)
     step, _ = left_padded(6, 60, seed=5)

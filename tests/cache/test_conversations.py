@@ -9,6 +9,7 @@ import os
 
 import pytest
 from conversations import FAMILIES, Conversation
+from marked import newest_case
 
 #: of all families together; they take some 20 seconds of a CPU
 COUNT = int(os.environ.get("CONVERSATIONS") or 36)
@@ -17,9 +18,10 @@ COUNT = int(os.environ.get("CONVERSATIONS") or 36)
 # PEFT asks for an attribute that the newest transformers deprecates
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.host
-@pytest.mark.host_if(wanted=lambda p: p["family"] in ("llama", "gemma2", "qwen3_next"))
 @pytest.mark.timeout(0 if "CONVERSATIONS" in os.environ else 600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [family if family in ("llama", "gemma2", "qwen3_next") else newest_case(family) for family in FAMILIES]
+)
 def test_any_conversation(family, tmp_path, one_thread):
     tokens = ties = refusals = 0
     for number in range(FAMILIES.index(family), COUNT, len(FAMILIES)):

@@ -8,7 +8,8 @@ import itertools
 
 import pytest
 import torch
-from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, one_of_each_width, tiny_models
+from cases import FORMATS, OTHER_WIDTHS, SMALL_PAGES, cache_of, continued, filled, left_padded, tiny_models
+from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -35,15 +36,23 @@ def _memory(caches) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
+def _every_way() -> list:
+    """Dense pages in every way; others in two, on the newest transformers. Those that differ by a width are slow."""
+    ways = [(0, None), (32, 400), (32, None), (0, 400)]
+    return [
+        *((FORMATS[0], *way) for way in ways),
+        *(newest_case(formats, *way) for formats in FORMATS[1:] if formats not in OTHER_WIDTHS for way in ways[:2]),
+        *(slow_case(formats, *way) for formats in FORMATS[1:] if formats not in OTHER_WIDTHS for way in ways[2:]),
+        *(slow_case(formats, *way) for formats in OTHER_WIDTHS for way in ways),
+    ]
+
+
 @pytest.mark.host
-@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[0])
-@pytest.mark.fast_if(
-    wanted=lambda p: (p["residual"] == 0) == (p["max_cache_len"] is None) or p["formats"] == FORMATS[0]
+@pytest.mark.parametrize(
+    ("formats", "residual", "max_cache_len"),
+    _every_way(),
+    ids=lambda value: "/".join(value) if isinstance(value, tuple) else str(value),
 )
-@LENGTHS
-@pytest.mark.parametrize("residual", [32, 0])
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cache_len):
     """Rows of different lengths; several pages are packed after the fork, differently in each."""
     ids, mask = left_padded(2, 100)

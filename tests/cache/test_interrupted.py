@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
+from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -92,10 +93,9 @@ def test_a_mask_refused_when_the_hosts_layers_have_read_the_chunk(family):
 ORDERS = {"gemma3_text": ["LFLF", "FL", "LFL"], "qwen3_next": ["LFLF", "LF", "FLL", "LFLFL"], "lfm2": ["LFLF", "LFL"]}
 
 
-@pytest.mark.host_if(wanted=lambda p: p["tokens"] == 1)
-@pytest.mark.fast_if(wanted=lambda p: (p["tokens"] == 1) == (p["max_cache_len"] is None))
-@pytest.mark.parametrize("tokens", [1, 7])
-@pytest.mark.parametrize("max_cache_len", [None, 100], ids=["growing", "preallocated"])
+@pytest.mark.parametrize(
+    ("max_cache_len", "tokens"), [(None, 1), newest_case(100, 7), slow_case(None, 7), slow_case(100, 1)]
+)
 @pytest.mark.parametrize(("family", "order"), [(family, order) for family in ORDERS for order in ORDERS[family]])
 def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tokens):
     """Going on is refused; an interruption after the last layer has left nothing undone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import every_preset, left_padded, random_parameters, tiny_models
+from marked import slow_case
 from mla_cases import tiny_models as mla_models
 
 import hf_lowbit_kv as lb
@@ -46,9 +47,7 @@ def go_on_alike(model, folder, make):
     return cache
 
 
-@pytest.mark.parametrize(
-    "preset", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SEPARATE]
-)
+@pytest.mark.parametrize("preset", [name if name in FAST else slow_case(name) for name in SEPARATE])
 def test_presets(model, preset, tmp_path):
     spec = lb.get_preset(preset).spec()
     given = {"parameters": random_parameters(model, spec)} if spec.parameters(64, 64, 2) else {}

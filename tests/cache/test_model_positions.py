@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from chat_cases import tokenizer_of, words
+from marked import slow_case
 from tiny_vision import IMAGE_TOKEN, tiny_vision_model
 
 import hf_lowbit_kv as lb
@@ -20,7 +21,7 @@ NAMES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
 FAST = ("qwen2_vl", "qwen3_5")
 GREEDY = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [IMAGE_TOKEN]}
 OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True, **GREEDY}
-pytestmark = [pytest.mark.host, pytest.mark.fast_if(wanted=lambda p: p.get("name", FAST[0]) in FAST)]
+pytestmark = pytest.mark.host
 SMALL = {"page_size": 32, "residual": 32}
 
 
@@ -51,7 +52,7 @@ def error(out, want) -> float:
     return float((torch.cat(out.logits) - truth).abs().max() / truth.std())
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[name if name in FAST else slow_case(name) for name in NAMES])
 def name(request):
     return request.param
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from marked import slow_case
 from sequence_operations import Setting
 from sequences import Machine
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -151,11 +152,21 @@ def test_the_first_tokens(kind, residual):
         assert fails == mode.allocations > 2
 
 
-@pytest.mark.fast_if(wanted=lambda p: (len(p["rows"]) == 2) == (p["residual"] == 0))
-@parametrized
-@pytest.mark.parametrize("rows", [[0, 0, 1, 1, 1], [1, 0]], ids=["more", "as-many"])
+#: which rows are chosen: each with one size of the window, the other is slow
+ROWS = {"more": [0, 0, 1, 1, 1], "as-many": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "residual"),
+    [
+        (rows, kind, residual) if (rows == "as-many") == (residual == 0) else slow_case(rows, kind, residual)
+        for rows in ROWS
+        for kind, residual in KINDS
+    ],
+)
 @torch.no_grad()
 def test_rows_are_chosen(kind, residual, rows):
+    rows = ROWS[rows]
     filled = _machine(kind, residual)
     for layer in _layers(kind):
         for fails in itertools.count():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, one_of_each_width, tiny_models
+from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, some_slow, tiny_models
 from mla_cases import tiny_models as mla_models
 from processes import at_once
 from transformers import DynamicCache
@@ -50,10 +50,8 @@ def _tensor_file(folder: Path) -> Path:
 
 
 @pytest.mark.host
-@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[0])
 @pytest.mark.parametrize("residual", [32, 0])
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("formats", some_slow(on_the_oldest=FORMATS[0]), ids="/".join)
 def test_a_restored_cache_gives_the_logits_of_the_saved_one(model, formats, residual, tmp_path):
     """Rows of different lengths, growing and preallocated, either way."""
     ids, mask = left_padded(2, 100)
@@ -97,8 +95,7 @@ def test_latents(preset, lengths, tmp_path):
 
 
 @pytest.mark.parametrize("residual", [32, 0])
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("formats", some_slow(), ids="/".join)
 def test_pages_in_the_order_of_another_backend(model, formats, residual, tmp_path, monkeypatch):
     """What a GPU saves opens on a CPU, and the other way round. The reference reads pages in every order."""
     ids = left_padded(1, 150)[0]

@@ -10,6 +10,7 @@ import zlib
 
 import hypothesis
 import pytest
+from marked import slow_case
 from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Setting, sequences
 from sequences import run
 
@@ -46,18 +47,18 @@ def explore(kind: str, device: str = "cpu", count: int = COUNT) -> None:
     assert ran >= count
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["kind"] not in OTHER_WIDTHS)
 @no_limit_of_long_runs
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [slow_case(kind) if kind in OTHER_WIDTHS else kind for kind in KINDS])
 def test_any_sequence(kind, one_thread):
     explore(kind)
 
 
 @pytest.mark.begins_first
 @pytest.mark.gpu
-@pytest.mark.fast_if(wanted=lambda p: p["kind"] in FAMILIES)
 @no_limit_of_long_runs
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PRODUCTS])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAMILIES else slow_case(kind) for kind in KINDS if kind not in PRODUCTS]
+)
 def test_any_sequence_on_a_gpu(kind):
     """On the default backend, `cuda` where it serves the setting, and on Triton."""
     explore(kind, "cuda", GPU_COUNT)

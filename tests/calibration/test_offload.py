@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import tiny_models
+from marked import slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -78,7 +79,7 @@ def test_less_is_kept():
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", slow_case("gemma2")])
 def test_the_calibration_is_the_same(family):
     model = tiny_models(family)[0]
 

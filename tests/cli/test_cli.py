@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import transformers
 from cases import tiny_models
+from command_line import call
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -58,13 +60,7 @@ def run(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
 
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(arg) for arg in args])
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
+    return functools.partial(call, capsys)
 
 
 @pytest.fixture(scope="session")

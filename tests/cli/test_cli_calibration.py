@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from cases import tiny_models
+from command_line import commands
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -23,7 +23,6 @@ from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.cli import main
 from hf_lowbit_kv.cli import setup_commands as command
-from hf_lowbit_kv.cli.application import app
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 
 NUMBERS = " ".join(str(3 + i * i % 97) for i in range(5000))
@@ -314,15 +313,8 @@ def test_the_whole_command_twice(model_folder, text, user_folder, capsys):
 # ---- the option of the other commands --------------------------------------------------------------------------------
 
 
-def commands(group, name=""):
-    for key, each in group.commands.items():
-        yield from commands(each, f"{name} {key}") if hasattr(each, "commands") else [(f"{name} {key}".strip(), each)]
-
-
 def test_every_command_that_measures_presets_takes_a_calibration():
-    options = {
-        name: {parameter.name for parameter in each.params} for name, each in commands(typer.main.get_command(app))
-    }
+    options = {name: {parameter.name for parameter in each.params} for name, each in commands().items()}
     measuring = {name for name, those in options.items() if "preset" in those} - {"calibrate", "fits"}
     assert measuring >= {
         "demo",

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import re
 
 import pytest
-import typer
+from command_line import call, commands
 
-from hf_lowbit_kv import Calibration, cli
-from hf_lowbit_kv.cli import application
+from hf_lowbit_kv import Calibration
 from hf_lowbit_kv.eval import protocols
 
 NUMBERS = " ".join(str(3 + i * i % 151) for i in range(900))
-
-
-def commands() -> dict[str, object]:
-    """All commands by their full name."""
-    group = typer.main.get_command(application.app)
-    found = {}
-    for name, command in group.commands.items():
-        inner = getattr(command, "commands", None)
-        found |= {name: command} if inner is None else {f"{name} {each}": sub for each, sub in inner.items()}
-    return found
 
 
 @pytest.fixture
@@ -32,13 +22,7 @@ def run(capfd, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
 
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(arg) for arg in args])
-        captured = capfd.readouterr()  # of the process: what C code writes counts
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
+    return functools.partial(call, capfd)
 
 
 @pytest.fixture

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
-import typer
+from command_line import call, commands
 
-from hf_lowbit_kv import cli, formats, presets
-from hf_lowbit_kv.cli import application, every_command
+from hf_lowbit_kv import formats, presets
+from hf_lowbit_kv.cli import every_command
 from hf_lowbit_kv.formats.installed import GROUP, load_installed
 from hf_lowbit_kv.formats.registered import TRITON_MODULES
 
@@ -21,13 +22,7 @@ def run(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
 
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(arg) for arg in args])
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
+    return functools.partial(call, capsys)
 
 
 @pytest.fixture(autouse=True)
@@ -178,13 +173,3 @@ def test_a_package_that_fails_does_not_stop_the_command(run, tmp_path, value, so
 def test_every_command_takes_the_option():
     for name, command in commands().items():
         assert "--import" in {option for each in command.params for option in each.opts}, name
-
-
-def commands() -> dict[str, object]:
-    """All commands by their full name."""
-    group = typer.main.get_command(application.app)
-    found = {}
-    for name, command in group.commands.items():
-        inner = getattr(command, "commands", None)
-        found |= {name: command} if inner is None else {f"{name} {each}": sub for each, sub in inner.items()}
-    return found

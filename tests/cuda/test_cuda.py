@@ -29,6 +29,7 @@ from kernel_matrix import (
     stores,
     transformed,
 )
+from marked import slow_case
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
@@ -60,8 +61,11 @@ def _half(cases):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
-@pytest.mark.parametrize("case", _half([*SMALL, *matrix(), *static_attends()]), ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case if in_every_run(case) else slow_case(case) for case in _half([*SMALL, *matrix(), *static_attends()])],
+    ids=str,
+)
 def test_attend(case, launch):
     kernels.check_attend(fragment(case))
 
@@ -88,9 +92,13 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: is_stored_in_every_run(p["case"]))
 @pytest.mark.parametrize(
-    ("case", "chunks"), [*CODEBOOK_STORES, *_half([*SMALL_STORES, *stores(), *static_stores()])], ids=str
+    ("case", "chunks"),
+    [
+        (case, chunks) if is_stored_in_every_run(case) else slow_case(case, chunks)
+        for case, chunks in [*CODEBOOK_STORES, *_half([*SMALL_STORES, *stores(), *static_stores()])]
+    ],
+    ids=str,
 )
 def test_store(case, chunks, launch):
     kernels.check_store(fragment(case), chunks)
@@ -146,9 +154,18 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
 @pytest.mark.begins_first
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: (p["head_dim"] == 128) == (p["score"] != "") and p["head_dim"] not in (64, 96))
-@pytest.mark.parametrize("score", ["", "-variance", "-range", "-random7"])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "score"),
+    [
+        *((80, ""), (256, ""), (128, "-variance"), (128, "-range"), (128, "-random7")),
+        *(slow_case(head_dim, "") for head_dim in (64, 96, 128)),
+        *(
+            slow_case(head_dim, score)
+            for head_dim in (64, 80, 96, 256)
+            for score in ("-variance", "-range", "-random7")
+        ),
+    ],
+)
 def test_boosted_pages(head_dim, score, launch):
     """Byte for byte: the same channels chosen, whatever the score, the head size and the page size. Pages are packed after a
     chunk, and after a single token."""

@@ -14,6 +14,7 @@ from cuda_cases import LONG_CHUNKS, check_long_chunk, fragment
 from emulated import emulated, some_fast
 from kernel_cases import Case, check_steps, filled, generator, plain, random_step, relative_error
 from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, TRELLIS, static_sizes
+from marked import slow_case
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 
 import hf_lowbit_kv as lb
@@ -105,7 +106,7 @@ FEW_SPREAD = [
     *(case for case in SPREAD if case.spread == "values" and case.values == "int2-token"),
     Case(keys="int2-channel", values="int2-token", **PAGES, heads=1, lengths=(800,), spread="keys"),
 ]
-MORE_SPREAD = [pytest.param(case, marks=pytest.mark.slow) for case in SPREAD if case not in FEW_SPREAD]
+MORE_SPREAD = [slow_case(case) for case in SPREAD if case not in FEW_SPREAD]
 
 
 @pytest.mark.parametrize("case", [*FEW_SPREAD, *MORE_SPREAD], ids=str)
@@ -159,7 +160,7 @@ def test_long_chunks_where_triton_cannot_launch(case, launch, monkeypatch):
     check_long_chunk(case, launch, monkeypatch)
 
 
-@pytest.mark.parametrize("preset", [pytest.param("kivi-2", marks=pytest.mark.slow), "kitty-hadamard"])
+@pytest.mark.parametrize("preset", [slow_case("kivi-2"), "kitty-hadamard"])
 def test_generate_without_triton(preset, launch, monkeypatch):
     """Prompt, steps and a second turn of a model: no kernel of Triton's is launched, and the text is the reference's."""
     from triton.runtime.jit import JITFunction
@@ -337,15 +338,13 @@ def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
 
 #: rotations that begin with blocks of 12 channels and of one, and each order of factors and rotation once (blocks of 20 are
 #: in `TRANSFORMED`)
-FAST_TRANSFORMS = {
-    "hadamard": (),
-    "smooth": (),
-    "smooth+hadamard": (96,),
-    "hadamard+smooth": (128,),
-}
+FAST_TRANSFORMS = [(96, torch.float16, "smooth+hadamard"), (128, torch.float16, "hadamard+smooth")]
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["options"][0] in FAST_TRANSFORMS[p["options"][2]])
-@pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] == torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [x if x in FAST_TRANSFORMS else slow_case(x) for x in TRANSFORMS if x[1] == torch.float16],
+    ids=str,
+)
 def test_transform(options):
     kernels.check_transform(*options)

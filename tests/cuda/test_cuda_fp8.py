@@ -15,6 +15,7 @@ from emulated import emulated
 from fp8_rows import SPECIAL, check_special_rows
 from isolation import check as check_isolation
 from kernel_cases import Case, check_steps, generator
+from marked import slow_case
 from scale_cases import HEAVY_TOKEN, check_heavy_token
 
 from hf_lowbit_kv.backends.choice import storage_spec
@@ -43,20 +44,13 @@ def launch(request, monkeypatch):
         yield cuda
 
 
-def slow(*cases) -> list:
-    """Parameters of a test that are slow."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=str(case), marks=pytest.mark.slow)
-        for case in cases
-    ]
-
-
 ATTENDS = [
     Case(**FP8, **PAGES, lengths=(700, 1, 290)),
     Case(**CENTERED, **PAGES, lengths=(700, 1, 290), heads=1, key_offset=300.0),
     # an open page, which ends inside of a piece; NaN follows its last token
     Case(**FP8, residual=0, sink=0, lengths=(70, 33), groups=5, dtype=bf16, heads=1),
-    *slow(
+]  # fmt: skip
+MORE_ATTENDS = [
     Case(keys="fp8", values="int4-token", head_dim=96, lengths=(300, 40), heads=1, groups=16, tokens=2, padded=True),
     *(
         Case(**FP8, head_dim=dim, groups=groups, dtype=dtype, lengths=(300, 1, 90), heads=1, padded=tokens > 1, tokens=tokens)
@@ -93,13 +87,20 @@ ATTENDS = [
     ),
     *(Case(**FP8, **PAGES, lengths=(800,), heads=1, spread=side) for side in ("keys", "values")),
     Case(head_dim=96, heads=1, **FP8, groups=3, tokens=5, padded=True, lengths=(300, 1, 90)),
-    ),
 ]  # fmt: skip
 
 
 @needs_emulator
-@pytest.mark.fast_if(wanted=lambda p: p["launch"] == "move" or p["case"] == ATTENDS[0])
-@pytest.mark.parametrize("case", ATTENDS, ids=str)
+@pytest.mark.parametrize(
+    ("launch", "case"),
+    [
+        *(("convert", ATTENDS[0]), *(("move", case) for case in ATTENDS)),
+        *(slow_case("convert", case) for case in [*ATTENDS[1:], *MORE_ATTENDS]),
+        *(slow_case("move", case) for case in MORE_ATTENDS),
+    ],
+    ids=str,
+    indirect=["launch"],
+)
 def test_attend(case, launch):
     kernels.check_attend(fragment(case))
 
@@ -109,16 +110,14 @@ def test_attend(case, launch):
     ("case", "chunks"),
     [
         (Case(**CENTERED, heads=1, head_dim=80, dtype=bf16, key_offset=300.0), [37, 0, 60, 0, 0]),
-        *slow(
-            (Case(**CENTERED, heads=1, padded=True, head_dim=256, page_size=64, outliers=True), [130, 0, 40]),
-            (Case(**FP8, heads=1, padded=True, head_dim=96), [37, 0, 60, 0, 0]),
-            (Case(**FP8, heads=1, padded=True, residual=0, sink=3, outliers=True), [30, 0, 0, 40, 0]),
-            (
-                Case(keys="fp8", values="int2-token", heads=1, head_dim=80, residual=0, capacity=60, dtype=bf16),
-                [30, 0, 40],
-            ),
-            (Case(keys="int4-channel", values="fp8", heads=1, head_dim=256, page_size=64, dtype=bf16), [130, 0]),
+        slow_case(Case(**CENTERED, heads=1, padded=True, head_dim=256, page_size=64, outliers=True), [130, 0, 40]),
+        slow_case(Case(**FP8, heads=1, padded=True, head_dim=96), [37, 0, 60, 0, 0]),
+        slow_case(Case(**FP8, heads=1, padded=True, residual=0, sink=3, outliers=True), [30, 0, 0, 40, 0]),
+        slow_case(
+            Case(keys="fp8", values="int2-token", heads=1, head_dim=80, residual=0, capacity=60, dtype=bf16),
+            [30, 0, 40],
         ),
+        slow_case(Case(keys="int4-channel", values="fp8", heads=1, head_dim=256, page_size=64, dtype=bf16), [130, 0]),
     ],
     ids=str,
 )
@@ -133,12 +132,10 @@ def test_store(case, chunks, monkeypatch):
     [
         (Case(**FP8, lengths=(94, 37), heads=1), 6),
         (Case(**FP8, residual=0, lengths=(65, 2), groups=5, dtype=bf16, heads=1), 4),
-        *slow(
-            (Case(**CENTERED, lengths=(94, 37), heads=1, key_offset=300.0), 6),
-            (Case(**FP8, residual=0, lengths=(65, 2), heads=1, padded=True), 4),
-            (Case(**FP8, **PAGES, lengths=(286, 700), heads=1, groups=16, dtype=bf16), 4),
-            (Case(**FP8, lengths=(91, 33), residual=5, transform="hadamard", heads=1), 34),
-        ),
+        slow_case(Case(**CENTERED, lengths=(94, 37), heads=1, key_offset=300.0), 6),
+        slow_case(Case(**FP8, residual=0, lengths=(65, 2), heads=1, padded=True), 4),
+        slow_case(Case(**FP8, **PAGES, lengths=(286, 700), heads=1, groups=16, dtype=bf16), 4),
+        slow_case(Case(**FP8, lengths=(91, 33), residual=5, transform="hadamard", heads=1), 34),
     ],
     ids=str,
 )
@@ -162,8 +159,7 @@ def test_nan_and_inf_stay_in_their_row_and_head(residual, launch):
 
 
 @needs_emulator
-@pytest.mark.fast_if(wanted=lambda p: p["case"] in (SPECIAL[1], SPECIAL[2]))
-@pytest.mark.parametrize("case", SPECIAL, ids=str)
+@pytest.mark.parametrize("case", [*SPECIAL[1:3], *map(slow_case, [SPECIAL[0], *SPECIAL[3:]])], ids=str)
 def test_special_rows(case, monkeypatch):
     with emulated(monkeypatch) as cuda:
         check_special_rows(cuda.OPERATIONS.append, fragment(case), "cpu", generator(case, kernels.SEED))

@@ -17,6 +17,7 @@ from latent_cases import (
     compare,
     exact,
 )
+from marked import slow_case
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import Chunk
@@ -26,20 +27,17 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SEED = 0
 
-pytestmark = [
-    pytest.mark.skipif(not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor"),
-    # each is a compilation of its own: moving bits is fast for the first case; one of other sizes is fast
-    pytest.mark.fast_if(
-        wanted=lambda p: (p["kernels"] or p.get("case") == CASES[0]) and getattr(p.get("case"), "rank", 0) != 192
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor"
+)
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["convert", "move"])
+@pytest.fixture(autouse=True, params=["convert", slow_case("move")])
 def kernels(request, monkeypatch):
-    monkeypatch.setattr(latent, "CONVERT", request.param)
+    convert = request.param == "convert"
+    monkeypatch.setattr(latent, "CONVERT", convert)
     if not GPU:
-        monkeypatch.setattr(latent, "converts", lambda device: request.param)
+        monkeypatch.setattr(latent, "converts", lambda device: convert)
         # a row is shared by several blocks
         monkeypatch.setattr(
             latent, "load", lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines)
@@ -64,13 +62,24 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def both(cases: list[LatentCase]) -> list:
+    """With both kernels. Each is a compilation of its own: moving bits is fast for the first case, other sizes for one."""
+    return [
+        *(("convert", case) if case.rank != 192 else slow_case("convert", case) for case in cases),
+        *(("move", case) if case == CASES[0] else slow_case("move", case) for case in cases),
+    ]
+
+
+@pytest.mark.parametrize(("kernels", "case"), both(CASES), indirect=["kernels"], ids=str)
 def test_attend(case, kernels):
     check_attend(kernels, case, DEVICE, SEED)
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], LatentCase(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
+    ("kernels", "case"),
+    both([CASES[0], LatentCase(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)]),
+    indirect=["kernels"],
+    ids=str,
 )
 def test_queries_of_all_sizes(case, kernels):
     check_sizes_of_queries(kernels, case, DEVICE, SEED)
@@ -119,7 +128,7 @@ def test_steps(case, steps, kernels):
     ("case", "chunks"),
     [
         (LatentCase(lengths=(0, 0)), [1, 70, 5]),
-        (LatentCase(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
+        slow_case(LatentCase(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
         (LatentCase(lengths=(64,), jump=1e4, spread=1000.0, rank=64, rope=16, page_size=128), [64, 70]),
     ],
     ids=str,

@@ -9,6 +9,7 @@ import cuda_emulator
 import pytest
 import torch
 from latent_cases import Filled, LatentCase, check_append, check_attend, check_sizes_of_queries, check_steps
+from marked import slow_case
 
 from hf_lowbit_kv.backends.choice import BACKENDS, Served
 from hf_lowbit_kv.presets import get_preset
@@ -22,19 +23,16 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SEED = 0
 
-pytestmark = [
-    pytest.mark.skipif(not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor"),
-    # each is a compilation of its own: two stages are fast for the first case; one of other sizes is fast
-    pytest.mark.fast_if(
-        wanted=lambda p: (p["kernels"] == 228 or p.get("case") == CASES[0]) and getattr(p.get("case"), "rank", 0) != 192
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not GPU and not cuda_emulator.available(), reason="needs a GPU, or g++ on an x86 processor"
+)
 
 
-@pytest.fixture(autouse=True, params=[228, 100], ids=["three stages", "two stages"])
+@pytest.fixture(autouse=True, params=["three stages", slow_case("two stages")])
 def kernels(request, monkeypatch):
     """With the shared memory of two kinds of GPUs, KiB; a row is shared by several blocks."""
-    found = SimpleNamespace(multi_processor_count=3, shared_memory_per_multiprocessor=request.param * 1024)
+    shared = {"three stages": 228, "two stages": 100}[request.param]
+    found = SimpleNamespace(multi_processor_count=3, shared_memory_per_multiprocessor=shared * 1024)
     if not GPU:
         monkeypatch.setattr(
             latent, "load", lambda name, defines, device, arch_specific=False: cuda_emulator.Module(name, defines)
@@ -46,7 +44,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(
             latent, "properties", lambda device: SimpleNamespace(**{**vars(found), "multi_processor_count": counted})
         )
-    monkeypatch.setattr(latent, "DENSE_SHAPES", ((2, 3),) if request.param == 228 else ((1, 2),))
+    monkeypatch.setattr(latent, "DENSE_SHAPES", ((2, 3),) if shared == 228 else ((1, 2),))
     latent._module.cache_clear()
     yield latent
     latent._module.cache_clear()
@@ -68,7 +66,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def both(cases: list[LatentCase]) -> list:
+    """With both numbers of stages. Each is a compilation of its own: two are fast for the first case, other sizes for one."""
+    return [
+        *(("three stages", case) if case.rank != 192 else slow_case("three stages", case) for case in cases),
+        *(("two stages", case) if case == CASES[0] else slow_case("two stages", case) for case in cases),
+    ]
+
+
+@pytest.mark.parametrize(("kernels", "case"), both(CASES), indirect=["kernels"], ids=str)
 def test_attend(case, kernels):
     before = launches.get("latent_dense_attend", 0)
     check_attend(kernels, case, DEVICE, SEED)
@@ -76,7 +82,10 @@ def test_attend(case, kernels):
 
 
 @pytest.mark.parametrize(
-    "case", [dense(), dense(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)], ids=str
+    ("kernels", "case"),
+    both([dense(), dense(lengths=(257,), heads=40, spread=1000.0, dtype=torch.float16)]),
+    indirect=["kernels"],
+    ids=str,
 )
 def test_queries_of_all_sizes(case, kernels):
     check_sizes_of_queries(kernels, case, DEVICE, SEED)
@@ -127,7 +136,7 @@ def test_steps(case, steps, kernels):
     ("case", "chunks"),
     [
         (dense(lengths=(0, 0)), [1, 70, 5]),
-        (dense(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
+        slow_case(dense(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
         (dense(lengths=(64,), rank=64, rope=16, page_size=128), [64, 70]),
     ],
     ids=str,

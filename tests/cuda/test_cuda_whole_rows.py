@@ -13,6 +13,7 @@ from cuda_cases import fragment
 from emulated import emulated
 from kernel_cases import Case, check_steps
 from kernel_matrix import EIGEN_2
+from marked import slow_case
 
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, geometry
@@ -51,10 +52,10 @@ def dealt(monkeypatch):
         (Case(lengths=(0,) * 8), -2),
         # a pool's rows, and the empty slots after them
         (Case(lengths=(310, 70, 1, *(0,) * 13)), -4),
-        pytest.param(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), -8, marks=pytest.mark.slow),
+        slow_case(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), -8),
         (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), -2),
-        pytest.param(Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), 1, marks=pytest.mark.slow),
-        pytest.param(Case(**EIGEN_2, lengths=(90,) * 8), -2, marks=pytest.mark.slow),
+        slow_case(Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), 1),
+        slow_case(Case(**EIGEN_2, lengths=(90,) * 8), -2),
         # four teams have room with pieces of 32 tokens, not with 64
         (Case(lengths=(290,) * 4, head_dim=128, page_size=128, residual=128), 1),
     ],

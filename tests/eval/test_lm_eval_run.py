@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -12,9 +13,10 @@ import subprocess
 import sys
 
 import pytest
+from command_line import call
+from marked import slow_case
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cli
 from hf_lowbit_kv.formats import Affine
 
 # importing lm-eval and what it needs warns about itself
@@ -65,13 +67,7 @@ def run(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
 
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["eval", "lm-eval", *(str(arg) for arg in args)])
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
+    return functools.partial(call, capsys, "eval", "lm-eval")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -177,7 +173,7 @@ def test_a_task_that_is_not_known(run, model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        pytest.param(["--tasks", "hellaswag_10", "--preset", "kivi-2"], NOT_KNOWN, marks=pytest.mark.slow),
+        slow_case(["--tasks", "hellaswag_10", "--preset", "kivi-2"], NOT_KNOWN),
         (["--tasks", ",", "--preset", "kivi-2"], "--tasks is empty"),
         (["--tasks", "needle", "--preset", "kivi-9"], "preset='kivi-9' is not known"),
         (["--tasks", "needle", "--preset", "kivi-2", "--no-such", "1"], "'--no-such' is an option neither"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
 import pytest
 import torch
 from cases import tiny_models
+from command_line import call
+from marked import slow_case
 from transformers import AutoTokenizer, DynamicCache
 
-from hf_lowbit_kv import cli
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval import protocols
 
@@ -39,16 +41,10 @@ def run(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
 
-    def call(*args: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["eval", "protocol", *(str(arg) for arg in args)])
-        captured = capsys.readouterr()
-        return stop.value.code or 0, captured.out, captured.err
-
-    return call
+    return functools.partial(call, capsys, "eval", "protocol")
 
 
-@pytest.mark.parametrize("context", [400, pytest.param(protocols.CONTEXT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("context", [400, slow_case(protocols.CONTEXT)])
 def test_wikitext(run, folder, tmp_path, monkeypatch, context):
     """Perplexity of full precision in closed form; a 16-bit cache has it too; packing newer tokens costs more."""
     assert (protocols.CONTEXT, protocols.CHUNK, protocols.SINK, protocols.RESIDUALS) == (2048, 16, 16, (0, 128))

@@ -9,6 +9,7 @@ import codebook
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from marked import slow_case
 from ranks import run_ranks
 from sign_format import Sign, registries  # noqa: F401  (a fixture)
 
@@ -71,10 +72,21 @@ def cache_for(model, **options):
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["backend"] == "cpu" or p["options"] == {})
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        *(
+            ({}, "torch"),
+            ({}, "cpu"),
+            ({"residual": 0}, "cpu"),
+            ({"max_cache_len": 200}, "cpu"),
+            ({"num_beams": 3}, "cpu"),
+        ),
+        *(slow_case(options, "torch") for options in ({"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3})),
+    ],
+    ids=str,
+)
 def test_codebooks_and_calibrated_transforms_generate(method, options, backend):
     """Attending packed gives the tokens of transformers' attention over the same pages, decoded and mapped back."""
     ours, theirs = models_of()
@@ -241,7 +253,7 @@ def check_triton(options, monkeypatch, device: str) -> tuple:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in processes that `test_interpreted` starts")
-@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"max_cache_len": 128}], ids=str)
+@pytest.mark.parametrize("options", [slow_case({}), {"max_cache_len": 128}], ids=str)
 def test_small_codebook(method, options, monkeypatch):
     """Every byte and the tokens of the reference."""
     texts, states = check_triton(options, monkeypatch, "cpu")

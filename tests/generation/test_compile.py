@@ -9,6 +9,7 @@ import torch._dynamo.utils
 import torch._functorch.config
 import torch._inductor.config
 from cases import continued, left_padded, tiny_models
+from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -30,13 +31,15 @@ def _decode(model, step, cache, ids, mask, steps):
     return torch.cat(tokens, dim=1)
 
 
-@pytest.mark.fast_if(
-    wanted=lambda p: (p["preset"], p["residual"]) in (("dense", 0), ("kivi-2-sink", 32), ("kitty-hadamard", 32))
-)
 @pytest.mark.host
-@pytest.mark.host_if(wanted=lambda p: p["preset"] == "kivi-2-sink")
-@pytest.mark.parametrize("residual", [32, 0])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "residual"),
+    [
+        *(("kivi-2-sink", 32), newest_case("dense", 0), newest_case("kitty-hadamard", 32)),
+        *(slow_case(preset, 32) for preset in ("dense", "bitdecoding-kt-4", "kv8", "k4v2")),
+        *(slow_case(preset, 0) for preset in ("kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2", "kitty-hadamard")),
+    ],
+)
 def test_one_graph_equal_to_eager(preset, residual):
     model, _ = tiny_models("llama")
     ids, mask = left_padded(2, 80)
@@ -109,8 +112,10 @@ def test_inductor_updates_the_pages_in_place(monkeypatch):
 @pytest.mark.begins_first
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
-@pytest.mark.fast_if(wanted=lambda p: p["preset"] in ("kivi-2-sink", "kv8"))
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    ["kivi-2-sink", "kv8", *map(slow_case, ("dense", "bitdecoding-kt-4", "k4v2", "kitty-hadamard"))],
+)
 def test_generate_compiles_by_itself_on_a_gpu(preset):
     """`generate` with a preallocated cache compiles (inductor, CUDA graphs) and gives the eager tokens."""
     model, _ = tiny_models("llama")

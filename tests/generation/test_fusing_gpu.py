@@ -6,8 +6,8 @@ import mla_cases
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from generation_cases import graph_launches, ours
-from transformers import LogitsProcessor
+from generation_cases import Forced, graph_launches, ours
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.triton_kernels import common
@@ -36,16 +36,6 @@ FUSED = {
 TOKENS = 64
 
 
-class Forced(LogitsProcessor):
-    """Makes `generate` choose given tokens."""
-
-    def __init__(self, sequences):
-        self.sequences = sequences
-
-    def __call__(self, input_ids, scores):
-        return torch.full_like(scores, -torch.inf).scatter_(1, self.sequences[:, input_ids.shape[1], None], 0.0)
-
-
 def model_of(family):
     return (mla_cases.tiny_models if family == "deepseek_v3" else tiny_models)(family)[0].cuda()
 
@@ -61,9 +51,15 @@ def forced_logits(model, ids, mask, sequences, **options):
     return torch.stack(out.logits).float(), " ".join(out.past_key_values.summary().replace("│", "").split())
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["dtype"] == torch.bfloat16 or p["family"] in ("llama", "gemma2"))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.bfloat16) for family in FUSED),
+        *(("llama", torch.float16), ("gemma2", torch.float16)),
+        *(slow_case(family, torch.float16) for family in FUSED if family not in ("llama", "gemma2")),
+    ],
+    ids=str,
+)
 def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
     """64 teacher-forced tokens: the logits' error against float32 is at most twice the plain step's, and the likeliest token is
     the same wherever plain's margin is above four times its own largest error."""

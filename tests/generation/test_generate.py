@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, SMALL_PAGES, cache_of, left_padded, one_of_each_width, tiny_models
+from cases import FAMILIES, FORMATS, OTHER_WIDTHS, SMALL_PAGES, cache_of, left_padded, some_slow, tiny_models
+from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -39,23 +41,22 @@ def _has_host_layers(cache) -> bool:
     return len(cache.packed_layers) < len(cache.layers)
 
 
-def _few(given) -> bool:
+def _every_mode() -> list:
     """One model in every way, the others in growing caches of several rows: greedily, and in a mode that changes from family
-    to family."""
-    if given["models"] == "llama":
-        return True
-    mode, modes = given.get("mode", "greedy"), list(MODES)
-    several = given["batch"] == 4 or mode == "prompt_lookup"  # which supports one row only
-    own = modes[list(FAMILIES).index(given["models"]) % len(modes)]
-    return several and given["max_cache_len"] is None and mode in ("greedy", own)
+    to family. The rest is slow."""
+    cases = []
+    for (number, family), mode, batch, size in itertools.product(enumerate(FAMILIES), MODES, (1, 4), (None, 200)):
+        if (mode, batch) == ("prompt_lookup", 4):  # the host offers prompt lookup for one row only
+            continue
+        several = batch == 4 or mode == "prompt_lookup"
+        own = list(MODES)[number % len(MODES)]
+        few = family == "llama" or (several and size is None and mode in ("greedy", own))
+        cases.append((family, mode, batch, size) if few else slow_case(family, mode, batch, size))
+    return cases
 
 
-@pytest.mark.fast_if(wanted=_few)
-@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
 @pytest.mark.parametrize(
-    ("mode", "batch"),
-    # the host offers prompt lookup only for batch size 1
-    [(mode, batch) for mode in MODES for batch in (1, 4) if (mode, batch) != ("prompt_lookup", 4)],
+    ("models", "mode", "batch", "max_cache_len"), _every_mode(), indirect=["models"], scope="module"
 )
 def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cache_len):
     ours, theirs = models
@@ -75,12 +76,25 @@ def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cach
 
 #: a single attention layer, and layers that stay transformers' own: sliding and recurrent ones
 EACH_KIND = ("llama", "gemma3_text", "qwen3_next")
+OTHERS = [family for family in FAMILIES if family != "llama"]
+INT4 = ("int4-channel", "int4-token")
 
 
-@pytest.mark.host_if(wanted=lambda p: p["models"] in EACH_KIND)
-@pytest.mark.fast_if(wanted=_few)
-@pytest.mark.parametrize("max_cache_len", [None, 300], ids=["growing", "preallocated"])
-@pytest.mark.parametrize("batch", [1, 4])
+def _on_both(family: str, *values):
+    """A case that runs on the oldest version too if its family is one of `EACH_KIND`."""
+    return (family, *values) if family in EACH_KIND else newest_case(family, *values)
+
+
+@pytest.mark.parametrize(
+    ("models", "batch", "max_cache_len"),
+    [
+        *(("llama", 1, None), ("llama", 1, 300), ("llama", 4, 300)),
+        *(_on_both(family, 4, None) for family in FAMILIES),
+        *(slow_case(family, *way) for family in OTHERS for way in ((1, None), (1, 300), (4, 300))),
+    ],
+    indirect=["models"],
+    scope="module",
+)
 def test_second_turn_on_the_same_cache(models, batch, max_cache_len):
     ours, theirs = models
     ids, mask = left_padded(batch, 90)
@@ -117,11 +131,19 @@ def llama():
     return tiny_models("llama")
 
 
-@pytest.mark.fast_if(wanted=lambda given: given["options"] == {} or given["formats"] == ("int4-channel", "int4-token"))
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
-@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[2])
-@pytest.mark.parametrize("options", [{}, {"residual": 0}, {"sink": 8}, {"max_cache_len": 200}], ids=str)
+WINDOWS = [{"residual": 0}, {"sink": 8}, {"max_cache_len": 200}]
+
+
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        *((options, INT4) for options in ({}, *WINDOWS)),
+        *(newest_case({}, formats) for formats in FORMATS if formats not in (INT4, *OTHER_WIDTHS)),
+        *(slow_case({}, formats) for formats in OTHER_WIDTHS),
+        *(slow_case(options, formats) for options in WINDOWS for formats in FORMATS if formats != INT4),
+    ],
+    ids=lambda value: "/".join(value) if isinstance(value, tuple) else str(value),
+)
 def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
     ours, _ = llama
     ids, mask = left_padded(3, 100)
@@ -135,10 +157,8 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
-@pytest.mark.host_if(wanted=lambda p: p["formats"] == FORMATS[1])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.fast_if(wanted=one_of_each_width)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("formats", some_slow(on_the_oldest=("int2-channel", "int2-token")), ids="/".join)
 def test_other_attention_implementations_get_dense_tensors(llama, formats, implementation):
     ours, theirs = (copy.deepcopy(model) for model in llama)
     ids, mask = left_padded(2, 100)
@@ -160,9 +180,16 @@ def test_attention_implementation_can_be_set_later(llama):
     assert torch.equal(_generate(theirs, None, ids, mask, use_cache=False), want)
 
 
-@pytest.mark.host_if(wanted=lambda p: p["models"] in EACH_KIND)
-@pytest.mark.fast_if(wanted=lambda p: p["models"] == "llama" or p["max_cache_len"] is None)
-@pytest.mark.parametrize("max_cache_len", [None, 200], ids=["growing", "preallocated"])
+@pytest.mark.parametrize(
+    ("models", "max_cache_len"),
+    [
+        ("llama", 200),
+        *(_on_both(family, None) for family in FAMILIES),
+        *(slow_case(family, 200) for family in OTHERS),
+    ],
+    indirect=["models"],
+    scope="module",
+)
 def test_reset_starts_afresh(models, max_cache_len):
     ours, _ = models
     ids, mask = left_padded(2, 100)

@@ -11,7 +11,9 @@ import itertools
 import pytest
 import torch
 from cases import FAMILIES, FORMATS, OTHER_WIDTHS, cache_of, left_padded, tiny_models
-from transformers import DynamicCache, LogitsProcessor
+from generation_cases import Forced
+from marked import slow_case
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.triton_kernels.cuda import geometry
@@ -57,16 +59,6 @@ def backend(request):
     if request.param == "cuda":
         pytest.importorskip("cuda.bindings")
     return request.param
-
-
-class Follow(LogitsProcessor):
-    """Makes `generate` choose the tokens of `sequences`."""
-
-    def __init__(self, sequences):
-        self.sequences = sequences
-
-    def __call__(self, input_ids, scores):
-        return torch.full_like(scores, -torch.inf).scatter_(1, self.sequences[:, input_ids.shape[1], None], 0.0)
 
 
 def _prompt(batch):
@@ -149,7 +141,7 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, backend=backend)
     stock = DynamicCache(config=theirs.config)
     want = _generate(theirs, stock, ids, mask)
-    got = _generate(ours, cache, ids, mask, logits_processor=[Follow(want.sequences)])
+    got = _generate(ours, cache, ids, mask, logits_processor=[Forced(want.sequences)])
     assert torch.equal(got.sequences, want.sequences)
     _agree(got, want, ids.shape[1])
     # generate() does not run the last token it returns, so the history is one token short
@@ -162,16 +154,23 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
 WINDOWS = [{}, {"residual": 0}, {"sink": 8, "max_cache_len": 400}]
 
 
-def _in_every_run(formats, options, backend):
+def _some_slow() -> list:
     """Each kind of formats in one window. Triton's compiler takes two minutes for static codes; see `test_isolation.py`."""
-    if formats in OTHER_WIDTHS or (backend == "triton" and formats[0].startswith("static")):
-        return False
-    return FORMATS.index(formats) % 3 == WINDOWS.index(options)
+    cases = []
+    for backend, window, number in itertools.product(("triton", "cuda"), range(len(WINDOWS)), range(len(FORMATS))):
+        case = (backend, WINDOWS[window], formats := FORMATS[number])
+        compiles_long = backend == "triton" and formats[0].startswith("static")
+        in_every_run = number % 3 == window and formats not in OTHER_WIDTHS and not compiles_long
+        cases.append(case if in_every_run else slow_case(*case))
+    return cases
 
 
-@pytest.mark.fast_if(wanted=lambda p: _in_every_run(**p))
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
-@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize(
+    ("backend", "options", "formats"),
+    _some_slow(),
+    ids=lambda x: "/".join(x) if isinstance(x, tuple) else str(x),
+    indirect=["backend"],
+)
 def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backend):
     ids, mask = _prompt(3)
     cache = cache_of(llama, formats, backend=backend, **options)
@@ -195,10 +194,15 @@ def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backen
 
 @pytest.mark.begins_first
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
-@pytest.mark.fast_if(
-    wanted=lambda p: p["preset"] == "kivi-2-sink" or (p["preset"], p["backend"]) == ("kitty-hadamard", "cuda")
+@pytest.mark.parametrize(
+    ("backend", "preset"),
+    [
+        *(("triton", "kivi-2-sink"), ("cuda", "kivi-2-sink"), ("cuda", "kitty-hadamard")),
+        *(slow_case("triton", preset) for preset in ("dense", "kv8", "kitty-hadamard")),
+        *(slow_case("cuda", preset) for preset in ("dense", "kv8")),
+    ],
+    indirect=["backend"],
 )
-@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", "kv8", "kitty-hadamard"])
 def test_gpu_compiled_steps_give_the_eager_logits(llama, preset, backend):
     """In 16 bits, where compiled code rounds differently; exact tokens, in float32, are in `test_compile.py`."""
     torch._dynamo.reset()
@@ -207,5 +211,5 @@ def test_gpu_compiled_steps_give_the_eager_logits(llama, preset, backend):
     want = _generate(llama, cache, ids, mask, max_new_tokens=100)
     for _ in range(2):  # compiled, and captured; the second time replayed from the first step on
         cache.reset()
-        options = {"max_new_tokens": 100, "disable_compile": False, "logits_processor": [Follow(want.sequences)]}
+        options = {"max_new_tokens": 100, "disable_compile": False, "logits_processor": [Forced(want.sequences)]}
         _agree(_generate(llama, cache, ids, mask, **options), want, ids.shape[1])

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo.utils
 from cases import left_padded, tiny_models
 from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 
@@ -34,8 +35,7 @@ def _allow_synchronising():
 
 
 @pytest.mark.begins_first
-@pytest.mark.fast_if(wanted=lambda p: p["preset"] in ("dense", "kivi-2-sink"))
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", slow_case("kv8"), slow_case("kitty-hadamard")])
 def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     torch._dynamo.reset()
     ids, mask = (x.cuda() for x in left_padded(2, 200))
@@ -84,9 +84,12 @@ def test_gpu_what_is_compiled_beforehand_serves_several_sequences(gpu_model):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["mode"] != "return_sequences")  # another test compiles for several sequences
 @pytest.mark.parametrize(
-    "mode", ["sampling", "return_sequences", "chunked_prefill", "logits_processor", "eos", "streamer"]
+    "mode",
+    [
+        *("sampling", "chunked_prefill", "logits_processor", "eos", "streamer"),
+        slow_case("return_sequences"),  # another test compiles for several sequences
+    ],
 )
 def test_gpu_modes(gpu_model, mode):
     ids, mask = (x.cuda() for x in left_padded(1, 100))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from chat_cases import tokenizer_of, words
 from fake_graph import READS, FakeGraph, in_place_of_graphs
-from length_rope_cases import LIMIT, ROPES, error, ids_of, longrope, rope_models
+from length_rope_cases import LIMIT, ROPES, error, ids_of, left_padding, longrope, rope_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -35,13 +35,6 @@ def llama():
     return rope_models("longrope")
 
 
-def masked(ids, padding=(0,)):
-    mask = torch.ones_like(ids)
-    for row, count in enumerate(padding):
-        ids[row, :count], mask[row, :count] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
 def dense(model, prompt, **options):
     return lb.generate(model, **prompt, preset="dense", cache_options=SMALL, **OPTIONS, **options)
 
@@ -55,7 +48,7 @@ def test_automatic_chunks(models, entry, padding, monkeypatch):
     ours, theirs = models
     monkeypatch.setattr(prefill, "memory_of", lambda model: object())
     monkeypatch.setattr(prefill.Reader, "largest_chunk", lambda *args, **kwargs: 64)
-    prompt = masked(ids_of(170, len(padding)), padding)
+    prompt = left_padding(ids_of(170, len(padding)), padding)
     truth = theirs.generate(**copy.deepcopy(prompt), **OPTIONS)
     passes = []
     ours.register_forward_pre_hook(
@@ -81,9 +74,9 @@ def test_prefix_store(models, first, then, hits):
     if length_rope(ours).name == "dynamic" and max(first, then) > LIMIT:
         hits = 0
     text, store = ids_of(300), lb.PrefixStore("100MB")
-    dense(ours, masked(text[:, :first]), prefixes=store)
-    truth = theirs.generate(**masked(text[:, :then]), **OPTIONS)
-    out = dense(ours, masked(text[:, :then]), prefixes=store)
+    dense(ours, left_padding(text[:, :first]), prefixes=store)
+    truth = theirs.generate(**left_padding(text[:, :then]), **OPTIONS)
+    out = dense(ours, left_padding(text[:, :then]), prefixes=store)
     assert error(out, truth) < 2e-3
     assert store.hits == hits
     assert (cache_in(out).cached_tokens > 0) == bool(hits)
@@ -93,9 +86,9 @@ def test_prefixes_of_padded_rows(llama):
     """The longest row decides for all."""
     ours, theirs = llama
     text, store = ids_of(200), lb.PrefixStore("100MB")
-    dense(ours, masked(text[:, :150]), prefixes=store)
+    dense(ours, left_padding(text[:, :150]), prefixes=store)
     for padding in ((0, 70), (75, 80)):
-        prompt = masked(text[:, :170].repeat(2, 1), padding)
+        prompt = left_padding(text[:, :170].repeat(2, 1), padding)
         for row, count in enumerate(padding):
             prompt["input_ids"][row, count:] = text[0, : 170 - count]
         truth = theirs.generate(**copy.deepcopy(prompt), **OPTIONS)
@@ -110,8 +103,8 @@ def test_prefixes_of_a_model_that_stores_its_ends():
     text, store = ids_of(400), lb.PrefixStore("100MB")
     other = torch.cat([text[:, :120], ids_of(80, seed=5)], 1)
     for ids in (text[:, :90], other, text[:, :250], other):
-        truth = theirs.generate(**masked(ids.clone()), **OPTIONS)
-        assert error(dense(ours, masked(ids.clone()), prefixes=store), truth) < 2e-3
+        truth = theirs.generate(**left_padding(ids.clone()), **OPTIONS)
+        assert error(dense(ours, left_padding(ids.clone()), prefixes=store), truth) < 2e-3
     assert store.hits >= 1
 
 
@@ -147,23 +140,23 @@ def test_chat_that_becomes_shorter_again(llama):
 def test_forks(llama):
     ours, theirs = llama
     text = ids_of(60)
-    out = dense(ours, masked(text), max_cache_len=400)
+    out = dense(ours, left_padding(text), max_cache_len=400)
     short, long = cache_in(out).fork(2)
     for fork, more in ((short, 20), (long, 90)):
         ids = torch.cat([out.sequences, ids_of(more, seed=3)], 1)
         if more == 20:
-            truth = theirs.generate(**masked(ids), **OPTIONS)
-            assert error(lb.generate(ours, **masked(ids), cache=fork, **OPTIONS), truth) < 2e-3
+            truth = theirs.generate(**left_padding(ids), **OPTIONS)
+            assert error(lb.generate(ours, **left_padding(ids), cache=fork, **OPTIONS), truth) < 2e-3
             continue
         for _ in range(2):
             with pytest.raises(
                 ValueError, match=r"'longrope' and change beyond 100 tokens.*this fork cannot go on to 154"
             ):
-                lb.generate(ours, **masked(ids), cache=fork, **OPTIONS)
+                lb.generate(ours, **left_padding(ids), cache=fork, **OPTIONS)
             assert int(fork.get_seq_length()) == 63
         fork.reset()
-        truth = theirs.generate(**masked(ids), **OPTIONS)
-        assert error(lb.generate(ours, **masked(ids), cache=fork, **OPTIONS), truth) < 2e-3
+        truth = theirs.generate(**left_padding(ids), **OPTIONS)
+        assert error(lb.generate(ours, **left_padding(ids), cache=fork, **OPTIONS), truth) < 2e-3
 
 
 def test_generate_many_below_the_limit(models):
@@ -190,7 +183,7 @@ def test_generate_many_refuses_requests_beyond_the_limit(models):
 
 def test_chunks_of_the_users_size(llama):
     ours, theirs = llama
-    prompt = masked(ids_of(170))
+    prompt = left_padding(ids_of(170))
     stock = theirs.generate(
         **prompt, prefill_chunk_size=64, **as_argument(DynamicCache(config=theirs.config)), **OPTIONS
     )
@@ -198,7 +191,7 @@ def test_chunks_of_the_users_size(llama):
         out = dense(ours, prompt, prefill_chunk_size=64)
     assert len(caught) == 1
     assert error(out, stock) < 2e-3
-    below = masked(ids_of(90))
+    below = left_padding(ids_of(90))
     assert error(dense(ours, below, prefill_chunk_size=64), theirs.generate(**below, **OPTIONS)) < 2e-3
 
 
@@ -206,17 +199,17 @@ def test_chunks_of_the_users_size(llama):
 def test_a_further_turn_of_the_user(models, entry):
     ours, theirs = models
     text, cache = ids_of(60), DynamicCache(config=theirs.config)
-    stock = theirs.generate(**masked(text), **as_argument(cache), **OPTIONS)
+    stock = theirs.generate(**left_padding(text), **as_argument(cache), **OPTIONS)
     mine = lb.from_preset("dense", ours, max_cache_len=400 if entry == "generate" else None, **SMALL)
 
     def ask(ids):
         call = ours.generate if entry == "plain" else lambda **options: lb.generate(ours, **options)
-        return call(**masked(ids), **as_argument(mine), **OPTIONS)
+        return call(**left_padding(ids), **as_argument(mine), **OPTIONS)
 
     assert error(ask(text), stock) < 2e-3
     for turn, more in enumerate((60, 20)):
         text = torch.cat([stock.sequences, ids_of(more, seed=4)], 1)
-        stock = theirs.generate(**masked(text), **as_argument(cache), **OPTIONS)
+        stock = theirs.generate(**left_padding(text), **as_argument(cache), **OPTIONS)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out = ask(text)
@@ -227,7 +220,7 @@ def test_a_further_turn_of_the_user(models, entry):
 def test_steps_that_pass_the_limit(llama, monkeypatch):
     """As transformers' cache does: recorded where transformers switches in place, otherwise not recorded."""
     ours, theirs = llama
-    prompt, options = masked(ids_of(LIMIT - 6)), {**OPTIONS, "max_new_tokens": 14}
+    prompt, options = left_padding(ids_of(LIMIT - 6)), {**OPTIONS, "max_new_tokens": 14}
     truth = theirs.generate(**prompt, **options)
     in_place = "copy_" in rope_code()
     monkeypatch.setattr(recording, "graphs_for", lambda device: lambda: FakeGraph(() if in_place else READS))
@@ -253,7 +246,7 @@ def rope_code():
 @pytest.mark.parametrize("tokens", [60, 150])
 def test_copies_know_with_which_embeddings_they_were_read(llama, tokens, tmp_path):
     ours, _ = llama
-    cache = cache_in(dense(ours, masked(ids_of(tokens)), max_cache_len=400))
+    cache = cache_in(dense(ours, left_padding(ids_of(tokens)), max_cache_len=400))
     cache.save_pretrained(tmp_path)
     for each in (cache, copy.deepcopy(cache), cache.fork()[0], lb.LowBitCache.from_pretrained(tmp_path, ours)):
         suits = [each.read_lengths.suits(each, length) for length in (90, 200)]
@@ -264,7 +257,7 @@ def test_copies_know_with_which_embeddings_they_were_read(llama, tokens, tmp_pat
 
 def test_an_answer_that_passes_the_limit_suits_no_text(llama):
     ours, _ = llama
-    cache = cache_in(dense(ours, masked(ids_of(98)), max_cache_len=400))
+    cache = cache_in(dense(ours, left_padding(ids_of(98)), max_cache_len=400))
     assert not any(cache.read_lengths.suits(cache, length) for length in (90, 200))
 
 

@@ -11,7 +11,7 @@ import torch
 from cases import tiny_models
 from chat_cases import tokenizer_of, words
 from fake_graph import READS, FakeGraph
-from length_rope_cases import LIMIT, PHI, error, ids_of, phi_models
+from length_rope_cases import LIMIT, PHI, error, ids_of, left_padding, phi_models
 from transformers import DynamicCache, modeling_rope_utils
 
 import hf_lowbit_kv as lb
@@ -46,13 +46,6 @@ def passes_of(model, seen):
     return model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-
-
-def left_padding(ids, padding):
-    mask = torch.ones_like(ids)
-    for row, count in enumerate(padding):
-        ids[row, :count], mask[row, :count] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("entry", ["generate", "enable"])

@@ -15,7 +15,8 @@ import torch
 import transformers
 from cases import continued, left_padded, tiny_models
 from fake_graph import READS, FakeGraph, in_place_of_graphs
-from generation_cases import GREEDY, MODES, Collect, ours, turns
+from generation_cases import GREEDY, MODES, Collect, eager, ours, turns
+from marked import newest_case
 from packaging.version import Version
 
 import hf_lowbit_kv as lb
@@ -43,16 +44,14 @@ def model():
     lb.release(model)
 
 
-def eager(model, *args, **options):
-    return ours(model, *args, step="eager", **options)
-
-
 def replays(graphs):
     return [graph.replays for graph in graphs]
 
 
-@pytest.mark.host_if(wanted=lambda p: p["family"] in ("llama", "gemma2", "gpt_oss", "qwen3_next"))
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize(
+    "family",
+    [family if family in ("llama", "gemma2", "gpt_oss", "qwen3_next") else newest_case(family) for family in RECORDED],
+)
 def test_recorded_steps_give_the_eager_tokens(family, graphs):
     """From a window that is not full to one that is: two recordings."""
     model, _ = tiny_models(family)

@@ -8,7 +8,8 @@ import mla_cases
 import pytest
 import torch
 from cases import every_preset, left_padded, random_parameters, tiny_models
-from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
+from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, eager, graph_launches, ours, turns
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import recording
@@ -47,10 +48,6 @@ def prompt(batch=2, tokens=200):
     return [x.cuda() for x in left_padded(batch, tokens)]
 
 
-def eager(model, *args, **options):
-    return ours(model, *args, step="eager", **options)
-
-
 @torch.no_grad()
 def unserved(model, preset, options) -> str | None:
     """Why no kernels serve this preset here: a format without kernels for the dtype."""
@@ -85,9 +82,15 @@ CHOSEN += ("fp8", "snapmla", "mla")
 IN_FLOAT32 = ("kivi-4", "kivi-2-hadamard", "mla")
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["preset"] in (IN_FLOAT32 if p["dtype"] == torch.float32 else CHOSEN))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("preset", every_preset())
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [
+        (preset, dtype) if preset in chosen else slow_case(preset, dtype)
+        for preset in every_preset()
+        for dtype, chosen in ((torch.float32, IN_FLOAT32), (torch.float16, CHOSEN))
+    ],
+    ids=str,
+)
 def test_gpu_recorded_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset, dtype, monkeypatch):
     """In float32 by Triton's kernels, in float16 by those in CUDA, which then must add in a fixed order."""
     monkeypatch.setenv(determinism.VARIABLE, "1")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import left_padded, tiny_models
 from generation_cases import GREEDY, MODES, Collect, ours
+from marked import newest_case
 from transformers.generation import utils
 
 import hf_lowbit_kv as lb
@@ -141,8 +142,7 @@ class NoEvent:
     synchronize = record
 
 
-@pytest.mark.host_if(wanted=lambda p: p["residual"] == 32)
-@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize("residual", [32, newest_case(0)])
 @pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
 def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
     """The deferred check of transformers on a CPU: tokens, length and a further turn are those without it."""

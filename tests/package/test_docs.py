@@ -1,10 +1,15 @@
-"""What pages of the documentation state, compared with records and sources."""
+"""What pages of the documentation state, compared with records and sources.
+
+Tables that recommend presets follow the picture: no row has more bits and more error than another. A preset that needs a
+calibration may beat one that needs none; it must not be beaten by any.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import accuracy_rows
 import pytest
@@ -69,20 +74,6 @@ def test_the_short_answer_names_the_smallest():
     assert bits(SHORT_ANSWER["the least memory without calibration"][0]) == min(map(bits, plain))
 
 
-def test_contributing_lists_every_folder():
-    """And files that exist. What each file is for, it says itself."""
-    text = page("CONTRIBUTING.md")
-    section = text[text.index("## Where things are") : text.index("\nFolders import each other")]
-    listed = re.findall(r"`((?:\w+/)*\w+(?:\.py|/))`", section)
-    package = ROOT / "hf_lowbit_kv"
-    modules = {path.name for path in (*package.rglob("[!_]*.py"), *ROOT.glob("*.py"))}
-    assert sorted({name for name in listed if name.endswith(".py")} - modules) == [], "files that do not exist"
-    folders = {path.name for path in package.iterdir() if path.is_dir() and path.name[0] != "_"}
-    assert sorted(folders - {name[:-1] for name in listed}) == [], "folders that are not listed"
-    assert all((ROOT / name).is_dir() or (package / name).is_dir() for name in listed if name.endswith("/"))
-    assert len(listed) == len(set(listed))
-
-
 def test_every_file_says_what_it_is_for():
     for folder in ("hf_lowbit_kv", "triton_kernels", "eval"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -137,3 +128,60 @@ def test_modules_that_pages_and_notebooks_run_and_import_exist():
     assert ("hf_lowbit_kv.eval.local_models", "load_model") in imports
     assert [name for name in sorted(commands) if importlib.util.find_spec(name) is None] == []
     assert [f"from {module} import {name}" for module, name in sorted(imports) if not has(module, name)] == []
+
+
+class Point(NamedTuple):
+    preset: str
+    bits: float
+    error: float
+
+    @property
+    def calibrated(self) -> bool:
+        return bool(lb.get_preset(self.preset).spec().parameters(64, 64, 1))
+
+
+def beaten(points: list[Point]) -> list[str]:
+    """Rows that another one beats: fewer bits and less error, one of them strictly."""
+    return [
+        f"{point.preset} by {other.preset}"
+        for point in points
+        for other in points
+        if (point.calibrated or not other.calibrated)
+        and other.bits <= point.bits
+        and other.error <= point.error
+        and (other.bits, other.error) != (point.bits, point.error)
+    ]
+
+
+def cells(text: str) -> list[list[str]]:
+    """The cells of the first table with presets, a list for each preset."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and "`" in line]
+    return [[cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def in_readme() -> list[Point]:
+    block = re.search(r"<!-- results: front -->(.*?)<!-- end of results -->", page("README.md"), re.DOTALL)
+    rows = cells(block[1])
+    return [Point(row[0].strip("`"), float(row[2]), float(row[3])) for row in rows]
+
+
+def in_choose() -> list[Point]:
+    """The presets that the short answer names, with bits and KL of the records."""
+    answer = page("docs/choose.md").split("## Short answer")[1].split("##")[0]
+    names = dict.fromkeys(name for row in cells(answer) for name in re.findall(r"`([\w.-]+)`", "|".join(row)))
+    known = {row.preset: row for row in accuracy_rows.rows() if row.essays is not None}
+    return [Point(name, known[name].bits, known[name].essays["kl"]) for name in names if name in known]
+
+
+@pytest.mark.parametrize("points", [in_readme, in_choose])
+def test_no_row_is_beaten(points):
+    rows = points()
+    assert len(rows) >= 6
+    assert beaten(rows) == []
+
+
+def test_a_beaten_row_is_noticed():
+    rows = [Point("int8", 8.3, 0.1), Point("int6", 6.3, 0.1), Point("kivi-4", 4.3, 0.2)]
+    assert beaten(rows) == ["int8 by int6"]
+    assert beaten([Point("kivi-2", 2.4, 0.3), Point("eigen-2", 2.2, 0.1)]) == []
+    assert beaten([Point("kivi-2", 2.2, 0.1), Point("eigen-2", 2.4, 0.3)]) == ["eigen-2 by kivi-2"]

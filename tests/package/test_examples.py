@@ -1,4 +1,5 @@
-"""Every example of README and of the pages runs: Python and shell, on tiny models of the named architecture."""
+"""Every example of README and of the pages runs: Python and shell, on tiny models of the named architecture. So does every
+notebook."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from marked import slow_case
 from tiny_hub import TinyHub, keep_uploads, one_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,7 +119,7 @@ def test_code_inside_a_docstring(name, at_hand):
         exec(compile(textwrap.dedent(block), f"docstring of {name or lb.__name__}", "exec"), names)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in pages()])
+@pytest.mark.parametrize("name", [slow_case(name) if name in LONG else name for name in pages()])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("one_thread")
 def test_page(name, hub, at_hand):
@@ -125,7 +127,7 @@ def test_page(name, hub, at_hand):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in pages()])
+@pytest.mark.parametrize("name", [slow_case(name) if name in LONG else name for name in pages()])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_page_on_a_gpu(name, hub, at_hand):
     run(name, hub, at_hand, "cuda")
@@ -173,3 +175,24 @@ def test_blocks_say_what_they_are(page):
 
 def test_the_command_of_a_page_is_the_command():
     assert typer.main.get_command(application.app).commands.keys() >= {arguments[0] for _, arguments in own_commands()}
+
+
+def _printed(cell) -> str:
+    return "".join(output.text for output in cell.get("outputs", ()) if output.output_type == "stream")
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook machinery
+def test_notebook(path):
+    """From top to bottom, offline, on the bundled model."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("matplotlib")
+    notebook = nbformat.read(path, as_version=4)
+    committed = [_printed(cell) for cell in notebook.cells]
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    for cell, before in zip(notebook.cells, committed, strict=True):
+        if "records" in cell.metadata.get("tags", ()):  # what such cells print depends only on the records
+            assert _printed(cell) == before, f"run {path.name} again and commit its outputs"
+    assert all(cell.outputs for cell in notebook.cells if cell.cell_type == "code" and "print" in cell.source)

@@ -35,6 +35,10 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), f"{link}: no such heading"
 
 
+def test_links_of_the_readme_are_seen():
+    assert len(LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))) > 8
+
+
 def test_pages_that_sources_and_pages_name_are_there():
     named = {
         (str(path.relative_to(ROOT)), name)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import FORMATS, cache_of, tiny_models
 from chat_cases import tokenizer_of, words
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
@@ -20,14 +21,11 @@ pytestmark = [pytest.mark.gpu]
 #: rounding to fp16 in two layers, as in test_generate_gpu.py
 TOLERANCE = 2e-2
 WINDOW = {"residual": 128, "page_size": 128}
-CHOSEN = pytest.mark.parametrize("formats", [FORMATS[i] for i in (0, 1, 2, 8, 10)], ids="/".join)
+DENSE, INT2, INT4, INT6, BOOSTED = (FORMATS[i] for i in (0, 1, 2, 8, 10))
 #: with small differences between the formats, one of them shows what a preallocated cache does
-SOME = pytest.mark.fast_if(
-    wanted=lambda p: (
-        (p["formats"] == FORMATS[2]) if p["max_cache_len"] else p["formats"] in (FORMATS[0], FORMATS[1], FORMATS[10])
-    )
-)
-MODES = pytest.mark.parametrize("max_cache_len", [None, 1024], ids=["growing", "preallocated"])
+GROWING = [(None, DENSE), (None, INT2), (None, BOOSTED)]
+PREALLOCATED = (1024, INT4)
+SLOW = [(None, INT4), (None, INT6), *((1024, formats) for formats in (DENSE, INT2, INT6, BOOSTED))]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +38,10 @@ def backend(request):
     if request.param == "cuda":
         pytest.importorskip("cuda.bindings")
     return request.param
+
+
+def named(value):
+    return "/".join(value) if isinstance(value, tuple) else {None: "growing", 1024: "preallocated"}.get(value, value)
 
 
 def logits(model, cache, ids):
@@ -62,9 +64,9 @@ def texts(count=3):
     return torch.randint(3, 160, (count, 400), generator=generator)
 
 
-@SOME
-@CHOSEN
-@MODES
+@pytest.mark.parametrize(
+    ("max_cache_len", "formats"), [*GROWING, PREALLOCATED, *(slow_case(*each) for each in SLOW)], ids=named
+)
 def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
     """Each with another text, one after the other, so that one that wrote to a shared page would show."""
     prompt, *more = texts(4)
@@ -82,12 +84,17 @@ def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
             assert torch.equal(got, logits(model, fresh, text))
 
 
-@pytest.mark.fast_if(
-    wanted=lambda p: (p["backend"], p["formats"]) != ("triton", FORMATS[10])
-)  # half a minute; a fork is one
-@SOME
-@CHOSEN
-@MODES
+@pytest.mark.parametrize(
+    ("backend", "max_cache_len", "formats"),
+    [
+        *((backend, *each) for backend in ("triton", "cuda") for each in (*GROWING[:2], PREALLOCATED)),
+        ("cuda", None, BOOSTED),
+        slow_case("triton", None, BOOSTED),  # half a minute; a fork is one
+        *(slow_case(backend, *each) for backend in ("triton", "cuda") for each in SLOW),
+    ],
+    ids=named,
+    indirect=["backend"],
+)
 def test_a_restored_cache_goes_on_as_the_saved_one(model, backend, formats, max_cache_len, tmp_path):
     prompt, text = texts(2)
     cache = cache_of(model, formats, **WINDOW, backend=backend, max_cache_len=max_cache_len)
@@ -100,8 +107,7 @@ def test_a_restored_cache_goes_on_as_the_saved_one(model, backend, formats, max_
     close(logits(model, other, text), expected)
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["formats"] in (FORMATS[0], FORMATS[1], FORMATS[10]))
-@CHOSEN
+@pytest.mark.parametrize("formats", [DENSE, INT2, BOOSTED, slow_case(INT4), slow_case(INT6)], ids="/".join)
 def test_files_cross_between_gpu_and_cpu(model, backend, formats, tmp_path):
     """Codes are put into another order and back: the file that comes of it is the first one. And what was saved on one device
     means the same on the other."""
@@ -124,8 +130,15 @@ def _content(folder):
     return json.loads((folder / saved_cache.FILE_NAME).read_text())["content"]
 
 
-@pytest.mark.fast_if(wanted=lambda p: (p["backend"], p["preset"]) != ("triton", "kitty"))  # forks have boosted channels
-@pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kitty", "kv8"])
+@pytest.mark.parametrize(
+    ("backend", "preset"),
+    [
+        *((backend, preset) for backend in ("triton", "cuda") for preset in ("kivi-4-sink", "kivi-2", "kv8")),
+        ("cuda", "kitty"),
+        slow_case("triton", "kitty"),  # forks have boosted channels
+    ],
+    indirect=["backend"],
+)
 @pytest.mark.parametrize("spilled", [False, True], ids=["on the GPU", "in a folder"])
 def test_a_stored_prompt_gives_the_logits_of_its_cache(model, backend, preset, spilled, tmp_path):
     prompt, text = texts(2)

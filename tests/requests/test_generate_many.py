@@ -10,6 +10,7 @@ import torch
 from cases import SMALL_PAGES, tiny_models
 from generation_cases import StopAt
 from letters import letters
+from marked import slow_case
 from pool_cases import CHUNK, Collected, one_row
 from transformers import (
     AutoModelForCausalLM,
@@ -85,9 +86,13 @@ def test_dense_pages_write_what_transformers_writes(models, texts, mode):
         assert len(result.timestamps) == len(result.generated_tokens)
 
 
-@pytest.mark.fast_if(wanted=lambda p: (p["rows"] == 1) == (p["preset"] == "kivi-2"))
-@pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2", "kv4-hadamard"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("rows", "preset"),
+    [
+        *((1, "kivi-2"), (4, "kivi-4-sink"), (4, "kv4-hadamard")),
+        *(slow_case(1, "kivi-4-sink"), slow_case(4, "kivi-2"), slow_case(1, "kv4-hadamard")),
+    ],
+)
 def test_packed_pages_write_what_one_row_writes(model, texts, preset, rows):
     """With and without other requests, prompts are cut at the same places."""
     options = {"max_new_tokens": 20, "max_rows": rows, "do_sample": False, "share_prefixes": False}

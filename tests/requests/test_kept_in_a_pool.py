@@ -9,6 +9,7 @@ import torch
 from cases import SMALL_PAGES, tiny_models
 from chat_cases import tokenizer_of
 from fake_graph import in_place_of_graphs
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.prompts import kept_prompt, prompt_folder
@@ -92,8 +93,7 @@ def long_model(one_thread):
     return tiny_models("llama", max_position_embeddings=16384)[0]
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["tokens"] == 1024)
-@pytest.mark.parametrize("tokens", [1024, 8192])
+@pytest.mark.parametrize("tokens", [1024, slow_case(8192)])
 @pytest.mark.parametrize(("preset", "sink"), [("kivi-4-sink", 32), ("dense", 0)])
 def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, tokens, tmp_path, copied, monkeypatch):
     """64 requests that go on from a long prompt: its pages once, and those that each row fills itself."""

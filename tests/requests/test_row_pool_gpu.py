@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from cases import FORMATS, cache_of, tiny_models
+from marked import slow_case
 from pool_cases import Collected, poison, read, steps_on
 
 import hf_lowbit_kv as lb
@@ -27,6 +28,7 @@ CHUNK = 256
 DEVICE = "cuda"
 #: rounding to fp16 in two layers, as in test_generate_gpu.py
 TOLERANCE = 2e-2
+DENSE, INT2, INT4, INT6, BOOSTED = (FORMATS[i] for i in (0, 1, 2, 8, 10))
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +58,16 @@ def close(found, expected):
     assert error < TOLERANCE, float(error)
 
 
-@pytest.mark.fast_if(
-    wanted=lambda p: (
-        p["formats"]
-        in ((FORMATS[0], FORMATS[2]) if p["backend"] == "triton" else (FORMATS[0], FORMATS[2], FORMATS[10]))
-    )
+@pytest.mark.parametrize(
+    ("backend", "formats"),
+    [
+        *(("triton", DENSE), ("triton", INT4), ("cuda", DENSE), ("cuda", INT4), ("cuda", BOOSTED)),
+        *(slow_case("triton", formats) for formats in (INT2, INT6, BOOSTED)),
+        *(slow_case("cuda", formats) for formats in (INT2, INT6)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "/".join(value),
+    indirect=["backend"],
 )
-@pytest.mark.parametrize("formats", [FORMATS[i] for i in (0, 1, 2, 8, 10)], ids="/".join)
 def test_rows_have_the_logits_that_they_have_alone(model, backend, formats):
     """Of different lengths, one of them reading while others decode, free memory poisoned; every size of step is recorded."""
     window = {"residual": 128, "page_size": 128, "backend": backend}

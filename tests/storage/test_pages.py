@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import FORMATS
 from kernel_cases import records_for
+from marked import slow_case
 
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Affine, parse_format
@@ -78,9 +79,18 @@ def _assert_same(left, right):
         assert same, name
 
 
-@pytest.mark.fast_if(wanted=lambda p: (WINDOWS.index(p["window"]) + FORMATS.index(p["formats"])) % 4 == 0)
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+def _windows() -> list:
+    """Each pair of formats in one window; the others are slow."""
+    return [
+        (formats, window) if (i + j) % 4 == 0 else slow_case(formats, window)
+        for i, formats in enumerate(FORMATS)
+        for j, window in enumerate(WINDOWS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("formats", "window"), _windows(), ids=lambda value: "/".join(value) if value in FORMATS else str(value)
+)
 @pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])
 def test_any_pieces_store_the_same(formats, window, capacity):
     spec = _spec(formats, *window)
@@ -169,10 +179,8 @@ def test_growth_copies_no_page():
     assert torch.equal(read_pages(store.state.pool, store.state.page_table[0, :filled]), before)
 
 
-@pytest.mark.fast_if(wanted=lambda p: (p["residual"] == 0) == (p["capacity"] is None))
 @pytest.mark.parametrize("formats", [("int2-channel", "int2-token"), ("int8-token", "int8-token"), ("dense", "dense")])
-@pytest.mark.parametrize("residual", [0, 32])
-@pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])
+@pytest.mark.parametrize(("capacity", "residual"), [(None, 0), (1000, 32), slow_case(None, 32), slow_case(1000, 0)])
 def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
     """Random beam steps, each row against a row of its own that was fed the same tokens; pages never multiply."""
     spec = _spec(formats, residual=residual)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from marked import newest_case, slow_case
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
@@ -42,9 +43,16 @@ OTHER_WIDTHS = [
 ]
 
 
-def one_of_each_width(params: dict) -> bool:
-    """For `fast_if` of a test with every pair of `FORMATS`: those that differ by more than a width."""
-    return params["formats"] not in OTHER_WIDTHS
+def some_slow(on_the_oldest: tuple[str, str] | None = None) -> list:
+    """`FORMATS` as parameters: those that differ by a width are slow. on_the_oldest: of a test that is marked `host`, the pair
+    that `make test` runs on the oldest transformers too: what formats store does not depend on transformers."""
+
+    def parameter(formats: tuple[str, str]):
+        if formats in OTHER_WIDTHS:
+            return slow_case(formats)
+        return formats if on_the_oldest in (None, formats) else newest_case(formats)
+
+    return list(map(parameter, FORMATS))
 
 
 def every_preset() -> list[str]:

@@ -58,6 +58,16 @@ class StopWatching(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
+class Forced(LogitsProcessor):
+    """Makes `generate` choose the tokens of `sequences`."""
+
+    def __init__(self, sequences):
+        self.sequences = sequences
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, -torch.inf).scatter_(1, self.sequences[:, input_ids.shape[1], None], 0.0)
+
+
 def graph_launches(call) -> int:
     with torch.profiler.profile() as profiler:
         call()
@@ -81,6 +91,10 @@ def ours(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):
     # without fused pieces recorded steps give the eager bits
     options = GREEDY | {"cache_options": SMALL_PAGES, "progress": False, "fuse": False} | options
     return lb.generate(model, inputs, preset, new_tokens, **options)
+
+
+def eager(model, *args, **options):
+    return ours(model, *args, step="eager", **options)
 
 
 def growing(model, ids, mask, preset="kivi-2-sink", new_tokens=12, **options):

@@ -73,3 +73,11 @@ def error(out, truth) -> float:
     """Largest difference of logits, in standard deviations."""
     ours, whole = torch.cat(out.logits), torch.cat(truth.logits)
     return float((ours - whole).abs().max() / whole.std())
+
+
+def left_padding(ids, padding=(0,)):
+    """Inputs of a model: so many tokens at the front of each row become padding."""
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding):
+        ids[row, :count], mask[row, :count] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}

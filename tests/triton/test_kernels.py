@@ -40,6 +40,7 @@ from kernel_matrix import (
     stores,
     transformed,
 )
+from marked import slow_case
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
 
 from hf_lowbit_kv.backends import choice
@@ -56,8 +57,7 @@ def _other_width(case: Case) -> bool:
 
 
 @needs_interpreter
-@pytest.mark.fast_if(wanted=lambda p: not _other_width(p["case"]))
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", [slow_case(case) if _other_width(case) else case for case in SMALL], ids=str)
 def test_small_attend(case):
     check_attend(case)
 
@@ -118,8 +118,15 @@ def test_small_attend_transformed(options):
 
 
 @needs_interpreter
-@pytest.mark.fast_if(wanted=lambda p: p["options"][0] == 96 or p["options"][1:] == (torch.float16, "hadamard"))
-@pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] != torch.bfloat16 and x[0] != 256], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        x if x[0] == 96 or x[1:] == (torch.float16, "hadamard") else slow_case(x)
+        for x in TRANSFORMS
+        if x[1] != torch.bfloat16 and x[0] != 256
+    ],
+    ids=str,
+)
 def test_small_transform(options):
     check_transform(*options)
 
@@ -230,24 +237,27 @@ def test_constant_rows(case):
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
-@pytest.mark.parametrize("case", matrix(), ids=str)
+@pytest.mark.parametrize("case", [case if in_every_run(case) else slow_case(case) for case in matrix()], ids=str)
 def test_attend(case):
     check_attend(case)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: in_every_run(p["case"]))
-@pytest.mark.parametrize("case", codebook_attends(), ids=str)
+@pytest.mark.parametrize(
+    "case", [case if in_every_run(case) else slow_case(case) for case in codebook_attends()], ids=str
+)
 def test_attend_lookups(case):
     check_attend(case)
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: is_stored_in_every_run(p["case"]))
-@pytest.mark.parametrize(("case", "chunks"), stores(), ids=str)
+@pytest.mark.parametrize(
+    ("case", "chunks"),
+    [(case, chunks) if is_stored_in_every_run(case) else slow_case(case, chunks) for case, chunks in stores()],
+    ids=str,
+)
 def test_store(case, chunks):
     check_store(case, chunks)
 

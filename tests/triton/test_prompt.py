@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import FORMATS, left_padded, tiny_models
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error
+from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
@@ -71,17 +72,22 @@ def _has_layout(case: Case, layout: str) -> bool:
     return not (layout == "cuda" and case.keys.startswith("boosted"))
 
 
-def _is_fast(case: Case, layout: str, stretch: int | None) -> bool:
-    """Stretches in Triton's layout, and padded rows whole in both: `test_small_read` has what differs between the two."""
-    return (stretch == 128 and layout == "triton") or (stretch is None and case.padded)
+def _small_cases() -> list:
+    """In every run are stretches in Triton's layout, and padded rows whole in both: `test_small_read` has what differs between
+    the two."""
+    return [
+        (case, layout, stretch)
+        if (stretch == 128 and layout == "triton") or (stretch is None and case.padded)
+        else slow_case(case, layout, stretch)
+        for case in SMALL
+        for layout in LAYOUTS
+        if _has_layout(case, layout)
+        for stretch in (None, 128, 256)
+    ]
 
 
 @kernels.needs_interpreter
-@pytest.mark.fast_if(wanted=lambda p: _is_fast(**p))
-@pytest.mark.parametrize("stretch", [None, 128, 256])
-@pytest.mark.parametrize(
-    ("case", "layout"), [(case, layout) for case in SMALL for layout in LAYOUTS if _has_layout(case, layout)], ids=str
-)
+@pytest.mark.parametrize(("case", "layout", "stretch"), _small_cases(), ids=str)
 def test_small(case, layout, stretch, monkeypatch):
     monkeypatch.setitem(config.FUSED_ROWS, "triton", 0)
     if stretch is not None:
@@ -163,16 +169,15 @@ def test_small_scaling(scaling):
     assert relative_error(out, expected) < 2e-3
 
 
-#: head sizes of formats that are not 64, 80 and 96 in the fast tests: other widths are the same but for a mask
+#: formats with one head size in the fast tests: other widths are the same but for a mask
 ONE_SIZE = ("int2-token", "int8-channel", "boosted2-r0", "boosted2-r1")
 
 
 @kernels.needs_interpreter
-@pytest.mark.fast_if(wanted=lambda p: p["name"] not in ONE_SIZE or p["head_dim"] == 80)
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [
-        (name, head_dim)
+        slow_case(name, head_dim) if name in ONE_SIZE and head_dim != 80 else (name, head_dim)
         for name in (
             *("int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"),
             *("boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"),
@@ -251,21 +256,21 @@ def _gpu_cases() -> list[Case]:
     return cases
 
 
-def _in_every_run(case: Case, stretch: int | None, backend: str) -> bool:
-    """Long chunks and narrow heads in stretches with one backend, and whole with the other."""
-    if case.heads == 8 or case.head_dim in (64, 80):
-        return (stretch is None) == (backend == "triton")
-    return True
+def _attends() -> list:
+    """In every run are long chunks and narrow heads in stretches with one backend, and whole with the other."""
+    return [
+        slow_case(backend, case, stretch)
+        if (case.heads == 8 or case.head_dim in (64, 80)) and (stretch is None) != (backend == "triton")
+        else (backend, case, stretch)
+        for backend in LAYOUTS
+        for case in _gpu_cases()
+        for stretch in ((None, 512) if case.tokens >= 300 else (None,))
+    ]
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.fast_if(wanted=lambda p: _in_every_run(**p))
-@pytest.mark.parametrize(
-    ("case", "stretch"),
-    [(case, stretch) for case in _gpu_cases() for stretch in ((None, 512) if case.tokens >= 300 else (None,))],
-    ids=str,
-)
+@pytest.mark.parametrize(("backend", "case", "stretch"), _attends(), indirect=["backend"], ids=str)
 def test_attend(case, stretch, backend, monkeypatch):
     if stretch is not None:
         in_stretches(monkeypatch, case, stretch, 200)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import FORMATS
 from kernel_cases import Case, random_step, records_for, store_for
+from marked import slow_case
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -72,10 +73,7 @@ def run_all(case: Case) -> None:
 
 
 #: and the patterns of the presets
-STATIC = [
-    pytest.param(("static-54222100", "static-2-tn")),
-    pytest.param(("static-64332222", "static-3-tn"), marks=pytest.mark.slow),
-]
+STATIC = [("static-54222100", "static-2-tn"), ("static-64332222", "static-3-tn")]
 
 
 #: one pair of each family of kernels; others share them, or are compiled for half a minute
@@ -89,15 +87,13 @@ FAST = [
 READ = [("int4-channel", "dense"), ("static-54222100", "static-2-tn")]
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["formats"] in FAST)
-@pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
+@pytest.mark.parametrize("formats", [x if x in FAST else slow_case(x) for x in (*FORMATS, *STATIC)], ids="/".join)
 def test_every_format(formats, compiled):
     run_all(Case(*formats))
     assert {"append_one_kernel", "pack_kernel", "unpack_kernel", "prompt_kernel"} <= set(compiled)
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["formats"] in READ)
-@pytest.mark.parametrize("formats", [*FORMATS, *STATIC], ids="/".join)
+@pytest.mark.parametrize("formats", [x if x in READ else slow_case(x) for x in (*FORMATS, *STATIC)], ids="/".join)
 def test_pages_in_the_layout_of_cuda(formats, compiled):
     """What the CUDA backend leaves to Triton: long chunks over stored pages, and reading."""
     case = Case(*formats, head_dim=128, page_size=128)
@@ -115,12 +111,12 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [
-        pytest.param("vq-d4b8", "vq-d4b8", {}, marks=pytest.mark.slow),
-        pytest.param("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}, marks=pytest.mark.slow),
-        pytest.param("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}, marks=pytest.mark.slow),
-        pytest.param("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}, marks=pytest.mark.slow),
-        pytest.param("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
-        pytest.param("vq-d4b8", "int2-token", {"dtype": torch.float32}, marks=pytest.mark.slow),
+        slow_case("vq-d4b8", "vq-d4b8", {}),
+        slow_case("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}),
+        slow_case("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}),
+        slow_case("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}),
+        slow_case("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}),
+        slow_case("vq-d4b8", "int2-token", {"dtype": torch.float32}),
     ],
 )
 def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
@@ -137,9 +133,9 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
             assert compiled["attend_kernel"].asm["ptx"].count("shfl.sync.idx") < 20
 
 
-@pytest.mark.fast_if(wanted=lambda p: p["content"] == "fp8" or p["layout"] == "triton")
-@pytest.mark.parametrize("layout", ["triton", "cuda"])
-@pytest.mark.parametrize("content", ["fp8", "dense"])
+@pytest.mark.parametrize(
+    ("content", "layout"), [("fp8", "triton"), ("fp8", "cuda"), ("dense", "triton"), slow_case("dense", "cuda")]
+)
 def test_latents_compile(content, layout, compiled):
     case = latent_cases.LatentCase(
         lengths=(100, 3), tokens=9, heads=2, rank=512, rope=64, content=content, layout=layout
@@ -168,9 +164,11 @@ def test_fused_pieces(dtype, compiled):
     assert {"rotary_kernel", "rms_norm_kernel", "gate_kernel"} <= set(compiled)
 
 
-@pytest.mark.fast_if(wanted=lambda p: (p["rows"] == 1) == (p["dtype"] == torch.float16))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(1, torch.float16), (8, torch.bfloat16), slow_case(1, torch.bfloat16), slow_case(8, torch.float16)],
+    ids=str,
+)
 def test_fused_products(dtype, rows, compiled):
     """Weights come sixteen bytes at a time and ahead of their use, and nothing is spilled."""
     x, weights = (
