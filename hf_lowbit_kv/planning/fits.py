@@ -124,7 +124,7 @@ class FitTable(Sequence[Fit]):
 
     @property
     def shown(self) -> list[Fit]:
-        """The rows that are shown."""
+        """The printed rows."""
         if not self._short:
             return self._fits
         full, *others = self._fits

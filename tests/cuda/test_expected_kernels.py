@@ -6,13 +6,10 @@ import functools
 
 import pytest
 import torch
-from cases import tiny_models
 from emulated import emulated
 from kernel_cases import records_for
 
-import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
@@ -49,27 +46,3 @@ def test_a_prompt_and_its_steps_take_the_kernels_that_were_expected(preset, mask
         cuda.OPERATIONS.append(chunk(300, None)._replace(q=None), store)
         cuda.OPERATIONS.step(chunk(1, torch.ones(2, 1, dtype=torch.bool) if masked else None), store)
     assert expected == {each for each in loaded if each[0] in ("append.cu", "attend.cu")}
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("padded", [False, True])
-def test_steps_come_with_a_mask_if_that_was_expected(padded, monkeypatch):
-    """transformers decides whether its steps have a mask."""
-    expected, masks, real = [], [], ops.step
-    monkeypatch.setattr(ops, "expect_steps", lambda chunk, layer, backend, masked: expected.append(masked))
-
-    def step(chunk, layer, backend):
-        if chunk.tokens == 1:
-            masks.append(chunk.mask is not None)
-        return real(chunk, layer, backend)
-
-    monkeypatch.setattr(ops, "step", step)
-    model, _ = tiny_models("llama")
-    ids = torch.arange(1, 13).expand(2, 12)
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[0, :5] = 0
-    lb.generate(model, ids, "kivi-2", 3, attention_mask=mask, do_sample=False, pad_token_id=0)
-    assert expected
-    assert masks
-    assert {*expected} == {*masks}
