@@ -94,8 +94,8 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         ValueError: torch cannot use the device.
 
     Example:
-        >>> found = lb.doctor("cpu")
-        >>> found.ok, found["check"]["preset"]
+        >>> diagnosis = lb.doctor("cpu")
+        >>> diagnosis.ok, diagnosis["check"]["preset"]
         (True, 'kivi-4-sink')
     """
     try:

@@ -104,7 +104,7 @@ class Preset:
     """attention kind of the layers, "separate" or "latent"; `None`: either"""
 
     def spec(self) -> LayerSpec:
-        """What a layer stores with this preset."""
+        """The `LayerSpec` of this preset."""
         from .formats import parse_format
         from .storage.layer_spec import LayerSpec
         from .storage.readings import parse_reading

@@ -1,4 +1,4 @@
-"""Caches by preset, and caches named after the methods of papers. They only choose formats."""
+"""Caches by preset, and caches named after the methods of papers. They choose formats, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .cache_options import (
 )
 from .low_bit_cache import LowBitCache
 
-#: arguments of `from_preset` that change a format's parameters, and these
+#: arguments of `from_preset` -> the parameters of formats that they change
 KEY_PARAMETERS = {"bits_k": "bits", "group_size": "group_size", "boost": "ratio", "score": "score"}
 VALUE_PARAMETERS = {"bits_v": "bits", "group_size": "group_size"}
 
@@ -38,11 +38,12 @@ def from_preset(
     Args:
         name: see `preset_names`.
         model_or_config: as for `LowBitCache`.
-        **overrides: any argument of `LowBitCache`; `bits_k`, `bits_v`, `group_size` where formats are integers, or
-            `nbits` for both sides; `boost` (share of key channels) and `score` for those of Kitty.
+        **overrides: any argument of `LowBitCache`. Integer formats also have `bits_k`, `bits_v`, `nbits` (both sides) and
+            `group_size`; Kitty's formats have `boost` (share of key channels) and `score`.
 
     Raises:
-        ValueError: unknown preset, or an argument out of range. TypeError: an argument that does not exist.
+        ValueError: the preset is unknown, or an argument is not allowed.
+        TypeError: an argument does not exist.
 
     Example:
         >>> cache = lb.from_preset("kivi-4-sink", model, residual=256)
@@ -66,7 +67,7 @@ def from_preset(
 
 
 def _changed(fmt: Format, title: str, values: dict[str, Any], parameters: dict[str, str]) -> Format:
-    """`fmt` with these `values` of its parameters. title: the format's name in errors."""
+    """`fmt` with these values of its parameters. title: the name of the format in messages."""
     able = [name for name, parameter in parameters.items() if parameter in fmt.tunable]
     changes = {name: value for name, value in values.items() if name in parameters}
     if unable := [name for name in changes if name not in able]:
@@ -81,9 +82,9 @@ class KIVICache(LowBitCache):
     """KIVI (arXiv 2402.02750): keys per channel, values per token, first and newest tokens in full precision.
 
     Args:
-        bits, nbits (as transformers spells it): for keys and values, 4 by default; `bits_k`, `bits_v` set them apart.
+        bits, or nbits as in transformers: bits of keys and values, 4 by default; `bits_k` and `bits_v` override them.
         group_size: 32, 64 or 128 tokens (keys) and channels (values); `None`: the whole page and the whole head.
-        sink: first tokens of a row in full precision. The paper has none: `sink=0`.
+        sink: number of sink tokens. The paper has none: `sink=0`.
         **options: as for `LowBitCache`.
 
     Example:
@@ -109,12 +110,12 @@ class KIVICache(LowBitCache):
 
 
 class KittyCache(LowBitCache):
-    """Kitty: 2-bit keys per channel, 2-bit values per token. A share of the key channels has 4 bits; they are chosen for
-    each page. Sink and newest tokens stay in full precision.
+    """Kitty: 2-bit keys per channel, 2-bit values per token. A share of the key channels, chosen per page, has 4 bits.
+    Sink and newest tokens stay in full precision.
 
     Args:
-        boost: share of the key channels at 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
-        score: which channels, see `formats.Boosted`.
+        boost: share of the key channels with 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
+        score: how channels are chosen; see `formats.Boosted`.
         bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
         **options: as for `LowBitCache`.
 
@@ -138,10 +139,10 @@ class KittyCache(LowBitCache):
 
 
 class IntCache(LowBitCache):
-    """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` allowed.
+    """TurboMind's integer cache (paper section 4): keys and values per token and head, asymmetric; `residual=0` is allowed.
 
     Args:
-        bits, nbits (as transformers spells it): for keys and values, 8 by default; `bits_k`, `bits_v` set them apart.
+        bits, or nbits as in transformers: bits of keys and values, 8 by default; `bits_k` and `bits_v` override them.
         group_size: 32, 64 or 128 channels; `None`: the whole head.
         **options: as for `LowBitCache`.
 
@@ -171,11 +172,11 @@ class MLAFP8Cache(LowBitCache):
     scale per token, the RoPE part in the model's dtype. Attention reads the latent itself, see `docs/dev/mla.md`.
 
     Args:
-        model: the model, not its configuration: its attention layers are reached through it.
-        **options: as for `LowBitCache`. There is no 16-bit window, unless `residual` asks for one.
+        model: the model, not its configuration, because the cache needs its attention layers.
+        **options: as for `LowBitCache`. By default there are no recent tokens in 16 bits (`residual=0`).
 
     Raises:
-        ValueError: a model without MLA, with sparse MLA, or with a latent rank that is no multiple of 64.
+        ValueError: the model has no MLA, has sparse MLA, or has a latent rank that is not a multiple of 64.
 
     Example:
         >>> from transformers import AutoConfig, AutoModelForCausalLM
@@ -200,13 +201,14 @@ class MLAFP8Cache(LowBitCache):
 
 
 class VecInferCache(LowBitCache):
-    """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as numbers of codebook entries, keys rotated.
+    """VecInfer (arXiv 2510.06175): sub-vectors of keys and values as indices of codebook entries, keys rotated.
 
     Args:
-        calibration: a file that `hf-lowbit-kv calibrate` made for the model, a folder or hub repository that has one,
-            or the result of `calibrate`; `None`: the user's and the bundled calibrations are searched.
+        calibration: a file of `hf-lowbit-kv calibrate`, a folder or hub repository that has one, or the result of
+            `calibrate`; `None`: search the user's and the bundled calibrations.
         key_format, value_format: `vq-d<channels of a sub-vector>b<bits of an index>`.
-        transform: of keys, as for `LowBitCache`. The default is that of the presets; the paper's is "smooth+hadamard".
+        transform: key transform, as for `LowBitCache`. The default is that of the presets; the paper uses
+            "smooth+hadamard".
         **options: as for `LowBitCache`.
 
     Example:

@@ -1,4 +1,4 @@
-"""What is calibrated together, which pages of the texts are sampled, and how calibrators get these pages.
+"""Plans of calibrations: parts that are calibrated together, sampled pages of the texts, and how calibrators get them.
 
 A `CalibrationPlan` lists the calibrators of each layer, and samples pages (`Sampling`). `KeptPages` collects the sampled
 keys and values while the model reads, and returns the fitted tensors.

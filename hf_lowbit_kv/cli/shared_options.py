@@ -169,7 +169,7 @@ def check_device(name: str | None) -> torch.device | str | None:
 
 
 def device_of_process(name: str | None) -> str | None:
-    """`--device` for this process. Of several processes on GPUs, each uses its own GPU.
+    """`--device` for this process. If several processes run on GPUs, each uses its own GPU.
 
     Raises:
         ValueError: there are several processes, and `--device` names one GPU for all of them, or is `auto`.

@@ -140,8 +140,8 @@ def enable(
     assisted decoding get a growing cache.
 
     `enable` selects the attention implementation `lowbit_kv`, and undoing it restores the earlier one. Both wait until
-    `lb.generate` calls in other threads have ended. Of several `enable` calls the last is in force; leaving its block
-    restores the one before.
+    `lb.generate` calls in other threads have ended. The last of several `enable` calls is in force; leaving its
+    block restores the previous one.
 
     Options are copied: later changes of dicts and lists have no effect. `calibration` and `parameters` are read again in
     every `generate` call, so a new calibration file takes effect at the next call.
