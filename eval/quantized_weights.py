@@ -3,7 +3,7 @@
 torchao and bitsandbytes quantize the weights while transformers loads the model (`weight_quantization`). Every
 combination of weights and cache is compared with 16-bit weights and the full-precision cache, so a row shows both
 losses together. In a checkout rows go to `weights-accuracy-<model>.jsonl` in `eval/results/`.
-`eval/benchmarks/bench_weights.py` measures times.
+`bench_generate weights` in `eval/benchmarks/` measures times.
 """
 
 from __future__ import annotations

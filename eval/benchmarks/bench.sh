@@ -37,12 +37,12 @@ measure bench_mla step
 # docs/dev/recording.md: start of a compiled step, 6 minutes
 measure bench_start --how compiled
 # README, docs/benchmarks.md: 20 minutes, 130 GB
-measure bench_generate --tokens 1024 --tokens 131072 $steps --contender quanto-4/eager@1024
-measure bench_generate --batch 8 --tokens 32768 $steps
+measure bench_generate caches --tokens 1024 --tokens 131072 $steps --contender quanto-4/eager@1024
+measure bench_generate caches --batch 8 --tokens 32768 $steps
 # docs/dev/recording.md: recorded steps, with compression and without, 3 minutes, 70 GB
-measure bench_generate --batch 8 --tokens 32768 --contender kivi-4-sink/recorded --contender dense/recorded --contender kivi-2/recorded --contender kivi-4-sink/unfused --contender dense/unfused
+measure bench_generate caches --batch 8 --tokens 32768 --contender kivi-4-sink/recorded --contender dense/recorded --contender kivi-2/recorded --contender kivi-4-sink/unfused --contender dense/unfused
 # docs/quantized-weights.md: 3 minutes, 60 GB, torchao and bitsandbytes
-measure bench_weights
+measure bench_generate weights
 # docs/benchmarks.md: 3 minutes, 80 GB
 measure bench_memory generate
 # docs/benchmarks.md, then docs/dev/calibrated-presets.md and docs/dev/own-formats.md: 4 minutes, 40 GB
@@ -55,8 +55,8 @@ measure bench_decode --preset dense --preset int8 --preset int6 --preset int5 --
 measure bench_decode --matrix --rounds 10
 measure bench_decode --preset kivi-2-hadamard --preset kitty-hadamard $all $both
 # docs/benchmarks.md, docs/dev/batch.md: 22 minutes, 80 GB
-measure bench_batch
-measure bench_batch --contender DynamicCache/eager --contender dense/compiled --contender kivi-2-sink/compiled --contender eigen-2/compiled --contender eigen-3/compiled
+measure bench_memory batch
+measure bench_memory batch --contender DynamicCache/eager --contender dense/compiled --contender kivi-2-sink/compiled --contender eigen-2/compiled --contender eigen-3/compiled
 # docs/benchmarks.md: 7 minutes, 60 GB
-measure bench_generate --tokens 1048576 --contender kivi-2/tuned --prefill-tokens 0
+measure bench_generate caches --tokens 1048576 --contender kivi-2/tuned --prefill-tokens 0
 exit $failed

@@ -9,27 +9,18 @@ CUDA. A calibration that does not fit fails, and the failure is printed.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.calibration import gradients
-from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
-from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
-from hf_lowbit_kv.eval.provenance import (
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
-)
+from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, random_8b, wait
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Layers, Out, PresetNames, Run, Tiny
+from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.planning.fits import CUDA_BYTES
 
 #: number of texts, and tokens of each: more than a calibration reads
@@ -58,8 +49,7 @@ def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
 
     def progress(stage: str, done: int, total: int) -> None:
         if done == total:
-            if model.device.type == "cuda":
-                torch.cuda.synchronize(model.device)
+            wait(model.device)
             ends[stage] = time.perf_counter() - began
 
     with PeakMemory(model.device) as peak:
@@ -81,8 +71,8 @@ def measure(model: Any, preset: str, **options: Any) -> dict[str, Any]:
 
 
 def main(
-    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable [default: vecinfer-2, eigen-2].")] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
+    preset: PresetNames = None,
+    layers: Layers = 32,
     samples: Annotated[int | None, typer.Option(help="Windows to read [default: as calibrate].")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window [default: as calibrate].")] = None,
     gradient_windows: Annotated[
@@ -90,44 +80,28 @@ def main(
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="As `calibrate --offload`.")] = False,
     memory: Annotated[str | None, typer.Option(help="Of a smaller GPU, e.g. 24GB [default: all there is].")] = None,
-    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON lines [default: eval/results/calibrate-<device>.jsonl].")
-    ] = None,
+    tiny: Tiny = False,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Time the calibration of each preset, and append a JSON line for each."""
-    where = torch.device(device)
+    run = Run("calibrate", device, commit, out, memory=memory)
+    where = run.device.type
     if gradient_windows is not None:
-        gradients.SAMPLES[where.type] = gradient_windows
-    if memory is not None and where.type == "cuda":
-        there_is = torch.cuda.get_device_properties(where).total_memory
+        gradients.SAMPLES[where] = gradient_windows
+    if memory is not None and where == "cuda":
+        there_is = torch.cuda.get_device_properties(run.device).total_memory
         torch.cuda.set_per_process_memory_fraction((parse_size(memory) - CUDA_BYTES) / there_is)
-    model = random_model(shape_8b(layers, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
-    columns = ("preset", "seconds", "reading", "gradients", "fitting", "windows", "tokens each", "GB beyond the model")
-    table, console = Table("offload", *columns), wide_console()
+    model = random_8b(run, layers, tiny)
     for name in preset or ["vecinfer-2", "eigen-2"]:
         try:
             record = measure(model, name, samples=samples, length=length, offload=offload)
         except torch.OutOfMemoryError:
-            table.add_row(str(offload), name, "out of memory")
+            print(f"{name}, offload {offload}: out of memory")
             continue
-        record |= {"memory": memory, "gradient_windows": gradients.SAMPLES[where.type]}
-        shown = {"gpu": device_name(where), "model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers"}
-        append_record(out or results_path("calibrate", device_name(where)), record | shown | provenance(commit))
-        parts = (f"{record['parts'][stage]:.1f}" if stage in record["parts"] else "-" for stage in columns[2:5])
-        growth = "-" if record["growth"] is None else f"{record['growth'] / 1e9:.1f}"
-        table.add_row(
-            str(offload),
-            name,
-            f"{record['seconds']:.1f}",
-            *parts,
-            str(record["samples"]),
-            str(record["length"]),
-            growth,
-        )
-    console.print(table)
+        run.add(record | {"gradient_windows": gradients.SAMPLES[where]})
+    run.end("preset", "offload", "seconds:.1f", "parts", "samples", "length", "growth:GB")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,9 @@ import gc
 import itertools
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -46,41 +45,224 @@ from rich.progress import track
 from rich.table import Table
 
 from hf_lowbit_kv.backends.choice import Served, choose_backend, storage_spec
-from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError, build_sets, measure
 from hf_lowbit_kv.eval.benchmarks.other_tree import Compilers, OtherTree, tiny_case
-from hf_lowbit_kv.eval.benchmarks.packed_layer import USUAL, Shape, matrix
-from hf_lowbit_kv.eval.benchmarks.peers import LOW_BIT_PEERS, PEERS, Inputs, usable_peers
-from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
-from hf_lowbit_kv.eval.provenance import (
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
+from hf_lowbit_kv.eval.benchmarks.packed_layer import (
+    USUAL,
+    PackedCase,
+    Shape,
+    WrongResultError,
+    append_fault,
+    attend_error,
+    build,
+    matrix,
+    rewind,
+    step_fault,
 )
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Dtype, Out, PresetNames, Record, Rounds, Run
+from hf_lowbit_kv.eval.benchmarks.timing import (
+    PEERS,
+    Candidate,
+    Inputs,
+    read_bandwidth,
+    sets_needed,
+    time_behind,
+    time_interleaved,
+    usable_peers,
+)
+from hf_lowbit_kv.eval.provenance import device_name, run_command
 from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.triton_kernels.determinism import fixed_order
 
 PRESETS = (
-    "dense",
-    "int8",
-    "int6",
-    "int5",
-    "fp8",
-    "kv8",
-    "kivi-4",
-    "bitdecoding-kc-4",
-    "bitdecoding-kt-4",
-    "kv4",
-    "k4v2",
-    "kivi-2",
-    "bitdecoding-kc-2",
+    *("dense", "int8", "int6", "int5", "fp8", "kv8", "kivi-4", "bitdecoding-kc-4", "bitdecoding-kt-4", "kv4"),
+    *("k4v2", "kivi-2", "bitdecoding-kc-2"),
 )
-console = wide_console()
-
-
 #: a peer is left out if it takes more than this many times as long as the fastest peer
 SLOW_PEER = 1.5
+#: names of the two trees in timings
+OURS, AGAINST = "ours", "against"
+
+
+def check(case: PackedCase, backend: str, whose: str = "") -> float:
+    """The relative error of the output. Raises `WrongResultError` if a check fails."""
+    relerr, bound = attend_error(case, backend)
+    if not relerr <= bound:  # NaN fails too
+        raise WrongResultError(f"{whose}relative error {relerr:.2g} is above its bound {bound:.2g}")
+    if fault := append_fault(case, backend):
+        raise WrongResultError(f"{whose}append: {fault}")
+    if fault := step_fault(case, backend):
+        raise WrongResultError(f"{whose}step: {fault}")
+    return relerr
+
+
+def build_sets(shape: Shape, spec: Any, *geometry: Any) -> list[PackedCase]:
+    """Enough cases to rotate among, so that the GPU's cache holds none of them. geometry: the next arguments of
+    `build`."""
+    cases = [build(shape, spec, *geometry)]
+    count = sets_needed(cases[0].nbytes, torch.device(cases[0].q.device))
+    return cases + [build(shape, spec, *geometry) for _ in range(count - 1)]
+
+
+def measure(
+    shape: Shape,
+    preset: str,
+    backend: str,
+    peers: Mapping[str, Sequence[Callable[[], Any]]],
+    bandwidth: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int = 128,
+    query_length: int = 1,
+    rounds: int = 20,
+    per_head: bool | None = None,
+    against: OtherTree | None = None,
+) -> dict[str, Any]:
+    """Check, then time one preset on one shape. The module's docstring explains the figures.
+
+    Args:
+        peers: calls on rotating inputs, by name.
+        bandwidth: read bandwidth, bytes per second.
+        against: another tree, whose kernels are checked and timed on the same layers in the same rounds.
+
+    Returns:
+        A record without provenance.
+
+    Raises:
+        WrongResultError: the output or the packed bytes are wrong.
+    """
+    spec, (head_dim, head_dim_v) = get_preset(preset).spec(), shape.widths(head_dim)
+    cases = build_sets(shape, storage_spec(spec, backend), head_dim, query_length, dtype, device, per_head)
+    relerr = check(cases[0], backend)
+    trees = {OURS: cases}
+    if against is not None:
+        trees[AGAINST] = [case.of(against) for case in cases]
+        check(trees[AGAINST][0], backend, f"{against.name}: ")
+
+    graph = backend != "torch"  # the reference copies lengths to the CPU, which a graph cannot record
+    candidates = [
+        Candidate(name, [lambda case=case: case.attend(backend) for case in of_tree], graph)
+        for name, of_tree in trees.items()
+    ]
+    candidates += [Candidate(name, calls) for name, calls in peers.items()]
+    firsts = [Candidate(each.name, each.calls[:1], each.graph) for each in candidates]
+    behind = time_behind(firsts, device, rounds)
+    if not spec.untransformed:
+        calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
+        candidates.append(Candidate("bare", calls, graph))
+    times = time_interleaved(candidates, device, rounds)
+    bare_ms = times.pop("bare", None)
+    alone = {name: times.pop(name) for name in trees}
+    alone_behind = {name: behind.pop(name) for name in trees}
+    peer = min(times, key=times.__getitem__) if times else None
+    peer_ms, behind_peer_ms = (times[peer], min(behind.values())) if peer else (None, None)
+    append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
+    steps, attention_ms, steps_behind = time_steps(trees, backend, graph, device, rounds)
+    ms, step_ms, nbytes = alone[OURS], steps[OURS], cases[0].nbytes
+
+    def against_peer(our_ms: float, peer_ms: float | None) -> float | None:
+        return None if peer_ms is None else peer_ms / our_ms
+
+    record = {
+        "shape": shape.name,
+        "preset": preset,
+        "keys": spec.key_format.name,
+        "values": spec.value_format.name,
+        "backend": backend,
+        "ms": ms,
+        "peer": peer,
+        "peer_ms": peer_ms,
+        "ratio": against_peer(ms, peer_ms),
+        "byte_limit_ratio": None if peer_ms is None else peer_ms * 1e-3 * bandwidth / nbytes,
+        "relerr": relerr,
+        "append_ms": append_ms,
+        "append_share": append_ms / ms,
+        "pack_ms": pack_ms,
+        "pack_share": None if pack_ms is None else pack_ms / ms,
+        "step_ms": step_ms,
+        "step_ratio": against_peer(step_ms, peer_ms),
+        "step_append_ms": step_ms - attention_ms,
+        "step_append_share": step_ms / attention_ms - 1,
+        "behind_ms": alone_behind[OURS],
+        "behind_peer_ms": behind_peer_ms,
+        "behind_ratio": against_peer(alone_behind[OURS], behind_peer_ms),
+        "step_behind_ms": steps_behind[OURS],
+        "step_behind_ratio": against_peer(steps_behind[OURS], behind_peer_ms),
+        "transform": str(spec.key_transform),
+        "transform_ms": None if bare_ms is None else ms - bare_ms,
+        "transform_share": None if bare_ms is None else ms / bare_ms - 1,
+        "bytes": nbytes,
+        "bandwidth": bandwidth,
+        "peers_ms": times,
+        "dtype": str(dtype).removeprefix("torch."),
+        "head_dim": head_dim,
+        **({"head_dim_v": head_dim_v} if head_dim_v != head_dim else {}),
+        "query_length": query_length,
+    }
+    if against is not None:
+        record |= {
+            "against": against.name,
+            "against_ms": alone[AGAINST],
+            "against_behind_ms": alone_behind[AGAINST],
+            "against_step_ms": steps[AGAINST],
+            "against_step_behind_ms": steps_behind[AGAINST],
+        }
+    if backend == "cuda" and fixed_order():
+        record["fixed_order"] = True
+    if spec.parameters(head_dim, head_dim_v, shape.kv_heads):
+        record["per_head"] = per_head
+    return record
+
+
+def time_append(
+    case: PackedCase, backend: str, graph: bool, device: torch.device, rounds: int
+) -> tuple[float, float | None]:
+    """Milliseconds to store one token in every row, as a mean over as many steps as a page has tokens. The second
+    number is the part for packing, or `None` if tokens go directly into pages."""
+    counters = case.state.length.clone(), case.state.paged.clone()
+    steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
+    candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
+    if not case.spec.direct:
+        packed = case.state.paged.clone()
+        for step in steps:  # stop after the first step that packs: then the next `page_size - 1` steps pack nothing
+            step()
+            if not torch.equal(case.state.paged, packed):
+                break
+        behind = case.state.length.clone(), case.state.paged.clone()
+        candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
+    times = time_interleaved(candidates, device, rounds)
+    rewind(case, counters)
+    return times["all"], None if case.spec.direct else times["all"] - times["quiet"]
+
+
+def time_steps(
+    trees: Mapping[str, Sequence[PackedCase]], backend: str, graph: bool, device: torch.device, rounds: int
+) -> tuple[dict[str, float], float, dict[str, float]]:
+    """Times of decode steps that store their token, in milliseconds, as means over as many steps as a page has tokens.
+
+    Returns:
+        Steps, for each tree; the attention of these steps alone, for the first tree; and steps after another kernel, for
+        each tree.
+    """
+    cases = next(iter(trees.values()))
+    along = cases[0].counters_along()
+
+    def before() -> None:  # all trees use the same layers
+        for case in cases:
+            rewind(case, along[0])
+
+    def steps(of_tree: Sequence[PackedCase]) -> list[Callable[[], Any]]:
+        return [partial(case.step, token, backend) for token in range(len(along)) for case in of_tree]
+
+    alone = [partial(case.attend_at, token, at, backend) for token, at in enumerate(along) for case in cases]
+    candidates = [Candidate(name, steps(of_tree), graph, before) for name, of_tree in trees.items()]
+    times = time_interleaved([*candidates, Candidate("alone", alone, graph, before)], device, rounds)
+    firsts = [Candidate(each.name, each.calls[:: len(cases)], graph, before) for each in candidates]
+    behind = time_behind(firsts, device, rounds)
+    before()
+    return times, times.pop("alone"), behind
+
+
+# ---- all cells --------------------------------------------------------------------------------------------------------
 
 
 class Cell(NamedTuple):
@@ -89,42 +271,6 @@ class Cell(NamedTuple):
     shape: str
     preset: str
     backend: str | None = None
-
-
-def measure_low_bit(
-    shape: Shape, inputs: Inputs, peers: dict[str, Any], rounds: int = 5
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Records of other low-bit caches on this shape, and the reasons why some do not run. Their bytes and exact outputs
-    are not known here. A relative error above 1, compared with float32 attention over the original inputs, counts as
-    wrong."""
-    calls, reasons = usable_peers(inputs, 1.0, LOW_BIT_PEERS)
-    if not calls:
-        return [], reasons
-    device = inputs.q.device
-    candidates = [Candidate(name, [call]) for name, call in peers.items()]
-    candidates += [Candidate(name, [call], graph=False) for name, call in calls.items()]
-    times = time_interleaved(candidates, device, rounds)
-    peers_ms = {name: times[name] for name in peers}
-    peer = min(peers_ms, key=peers_ms.__getitem__) if peers else None
-    common = {
-        "shape": shape.name,
-        "peer": peer,
-        "peer_ms": peers_ms[peer] if peer else None,
-        "peers_ms": peers_ms,
-        "dtype": str(inputs.q.dtype).removeprefix("torch."),
-        "head_dim": inputs.q.shape[-1],
-        "query_length": inputs.q.shape[2],
-    }
-    return [
-        common
-        | {
-            "preset": name,
-            "backend": "other",
-            "ms": times[name],
-            "ratio": peers_ms[peer] / times[name] if peer else None,
-        }
-        for name in calls
-    ], reasons
 
 
 def fast_peers(
@@ -150,30 +296,16 @@ def fast_peers(
             del candidates[name]
             reasons[name] = f"takes {times[name] / least:.1f} times as long as the fastest"
     for name, reason in reasons.items():
-        console.print(f"{shape.name}: no {name}: {reason}", markup=False)
+        print(f"{shape.name}: no {name}: {reason}")
     return candidates
 
 
-def print_low_bit(shape: Shape, options: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """Like `runs`, for other low-bit caches."""
-    inputs = Inputs.random(
-        *shape[1:5], options["head_dim"], options["query_length"], options["dtype"], options["device"]
-    )
-    others, reasons = measure_low_bit(shape, inputs, usable_peers(inputs)[0])
-    for name, reason in reasons.items():
-        console.print(f"{shape.name}: no {name}: {reason}", markup=False)
-    for other in others:
-        yield f"{shape.name} {other['preset']}", other, None
-
-
-def runs(
-    cells: Sequence[Cell], low_bit: bool = False, compilers: Compilers | None = None, **options
-) -> Iterator[tuple[Any, ...]]:
+def runs(cells: Sequence[Cell], compilers: Compilers | None = None, **options) -> Iterator[tuple[Any, ...]]:
     """`(title, record, None)` of each measurement, or `(title, None, fault)`. Peers are set up once for each shape, so
     cells of one shape should follow each other. options: arguments of `measure`."""
     dtype, device = options["dtype"], options["device"]
     bandwidth = read_bandwidth(device)
-    console.print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
+    print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
     resolved = [
         cell._replace(
             backend=choose_backend(
@@ -204,14 +336,12 @@ def runs(
             gc.collect()
             head_dim = shape.head_dim or options["head_dim"]
             peers |= fast_peers(shape, str(cell.backend), head_dim, options["query_length"], dtype, device)
-            if low_bit:
-                yield from print_low_bit(shape, options)
             last = shape
         title = f"{shape.name} {cell.preset} {cell.backend}"
         record = fault = None
         Compilers.wait(begun.get(cell, ()))
         try:
-            record = measure(shape, cell.preset, cell.backend, peers, bandwidth, **options)
+            record = measure(shape, cell.preset, str(cell.backend), peers, bandwidth, **options)
         except WrongResultError as error:
             fault = str(error)
         except Exception as error:  # a failure here must not stop the measurements that follow
@@ -223,37 +353,37 @@ def runs(
 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help="Name, or BATCHxHEADSxKVHEADSxTOKENS; repeatable.")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable.")] = None,
+    preset: PresetNames = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="torch, triton, cuda; repeatable [default: by device].")
     ] = None,
     cells: Annotated[
         bool, typer.Option("--matrix", help="Eight presets on six shapes, two presets on all others; not with --shape.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32.")] = "float16",
+    dtype: Dtype = "float16",
     head_dim: Annotated[int, typer.Option(help="Head size, where the shape does not say.")] = 128,
     query_length: Annotated[int, typer.Option(help="Query tokens.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 20,
+    rounds: Rounds = 20,
     per_head: Annotated[
         bool | None,
         typer.Option(
             "--per-head/--per-layer", help="Whose calibrated parameters are [default: as `calibrate` makes them]."
         ),
     ] = None,
-    low_bit: Annotated[bool, typer.Option(help="Time other low-bit caches too, where they are installed.")] = False,
     against: Annotated[
         str | None, typer.Option(help="Commit, or folder with another state of the packages: timed beside this one.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile beforehand [default: one a core on a GPU].")
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/decode-<device>.jsonl].")] = None,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Check and time packed decode attention, and append a JSON line for each measurement."""
     torch.manual_seed(torch.seed())  # fresh data every time
-    where = torch.device(device)
+    run = Run("decode", device, commit, out)
+    where = run.device
     if cells and (shape or backend):
         raise typer.BadParameter("it has shapes of its own, and each preset's default backend", param_hint="--matrix")
     for kind in backend or ():
@@ -269,79 +399,29 @@ def main(
         Shape.parse(cell.shape)
     other = None if against is None else OtherTree(against)
     jobs = (os.cpu_count() or 1 if where.type == "cuda" else 0) if jobs is None else jobs
-    out = out or results_path("decode", device_name(where))
-    records: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    with ExitStack() as stack:
-        compilers = Compilers(jobs, other) if jobs and where.type == "cuda" else None
-        if compilers is not None:
-            stack.callback(compilers.close)
-        measured = runs(
-            wanted,
-            low_bit,
-            compilers,
-            dtype=getattr(torch, dtype),
-            device=where,
-            head_dim=head_dim,
-            query_length=query_length,
-            rounds=rounds,
-            per_head=per_head,
-            against=other,
-        )
-        for title, record, fault in track(measured, "measuring", total=len(wanted), console=console, transient=True):
+    compilers = Compilers(jobs, other) if jobs and where.type == "cuda" else None
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": where, "head_dim": head_dim}
+    options |= {"query_length": query_length, "rounds": rounds, "per_head": per_head, "against": other}
+    measured = runs(wanted, compilers, **options)
+    try:
+        for title, record, fault in track(
+            measured, "measuring", total=len(wanted), console=run.console, transient=True
+        ):
             if fault:
-                wrong.append(f"{title}: {fault}")
-                continue
-            record |= {"gpu": device_name(where)} | provenance(commit)
-            records.append(record)
-            append_record(out, record)
-    console.print(table(records))
+                run.faults.append(f"{title}: {fault}")
+            else:
+                run.add(record)
+    finally:
+        if compilers is not None:
+            compilers.close()
     if other is not None:
-        console.print(comparison(records))
-    for fault in wrong:
-        console.print(f"FAILED, not recorded: {fault}", markup=False)
-    if wrong:
-        raise typer.Exit(1)
+        run.console.print(comparison(run.records))
+    times = "ms:.4f", "peer", "ratio:.2f", "byte_limit_ratio:.2f", "relerr:.1e", "step_ms:.4f", "behind_ms:.4f"
+    shares = "append_share:.1%", "pack_share:.1%", "step_append_share:.1%", "transform_share:.1%"
+    run.end("shape", "preset", "backend", *times, "step_behind_ms:.4f", "step_behind_ratio:.2f", *shares)
 
 
-def table(records: list[dict[str, Any]]) -> Table:
-    """A short table of the records."""
-    out = Table(
-        "shape",
-        "preset",
-        "backend",
-        "ms",
-        "peer",
-        "ratio",
-        "limit",
-        "TB/s",
-        "relerr",
-        "step",
-        "behind",
-        "step behind",
-        "ratio",
-        "append",
-        "pack",
-        "in step",
-        "transform",
-    )
-    for r in records:
-        if r["backend"] == "other":
-            ratio = f"{r['ratio']:.3f}" if r["peer"] else "-"
-            out.add_row(r["shape"], r["preset"], "-", f"{r['ms']:.4f}", r["peer"] or "-", ratio)
-            continue
-        against = (r["peer"], f"{r['ratio']:.2f}", f"{r['byte_limit_ratio']:.2f}") if r["peer"] else ("-", "-", "-")
-        speed = f"{r['bytes'] / r['ms'] / 1e9:.2f}"
-        names = (r["shape"], r["preset"], r["backend"], f"{r['ms']:.4f}")
-        behind = tuple(f"{r[name]:.4f}" for name in ("step_ms", "behind_ms", "step_behind_ms"))
-        behind += (f"{r['step_behind_ratio']:.2f}" if r["peer"] else "-",)
-        shares = ("append_share", "pack_share", "step_append_share", "transform_share")
-        parts = ("-" if r[name] is None else f"{r[name]:.1%}" for name in shares)
-        out.add_row(*names, *against, speed, f"{r['relerr']:.1e}", *behind, *parts)
-    return out
-
-
-def comparison(records: list[dict[str, Any]]) -> Table:
+def comparison(records: list[Record]) -> Table:
     """The other tree's milliseconds, ours, and how much less ours are: for attention and steps, hot and after another
     kernel."""
     kinds = "ms", "behind_ms", "step_ms", "step_behind_ms"

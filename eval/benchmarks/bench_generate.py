@@ -1,7 +1,7 @@
 """Decoding with `generate`, compared with transformers' caches:
 `python -m hf_lowbit_kv.eval.benchmarks.bench_generate`.
 
-A model of the 8B Llama 3.1 shape with random weights decodes. Its caches are filled with random keys and values to a
+`caches`: a model of the 8B Llama 3.1 shape with random weights decodes. Its caches are filled with random keys and values to a
 given length. The contenders are timed in one process, one after the other in each round. A contender is timed only
 after its compiled tokens agree with the eager tokens of the same cache (`agreement`).
 
@@ -16,48 +16,66 @@ after its compiled tokens agree with the eager tokens of the same cache (`agreem
   step in a CUDA graph; `compiled`: transformers' own compilation; `tuned`: compiled with `lb.generate`'s settings, or
   with the record's `compile_options`.
 - `decoding_steps`: the pieces that were fused.
+
+`weights`: decode steps with quantized weights. transformers quantizes the random weights while it loads them. `lb.generate`
+records its steps if it can. `decoding_steps` says whether it did, or why not. Steps are timed only after `agreement` too.
+
+Fields: `weights`, `meaning`, `preset`, `batch`, `tokens`, `step_ms` (median time of a step of `generate`),
+`decoding_steps`, `weight_bytes` (all parameters as stored, embedding and head included), `cache_bytes` (stored tokens),
+`allocated_bytes` (of the whole process, with both), `logits_error`, `tokens_equal`.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import json
-import re
 import statistics
 import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LogitsProcessor
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b, random_model
-from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
-from hf_lowbit_kv.eval.benchmarks.timing import profile_steps, read_bandwidth
-from hf_lowbit_kv.eval.provenance import (
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, Wanted, is_host, make
+from hf_lowbit_kv.eval.benchmarks.random_models import (
+    POSITIONS,
+    PeakMemory,
+    clean,
+    llama_8b,
+    profile_steps,
+    random_8b,
+    seconds_of,
+    weight_bytes,
 )
+from hf_lowbit_kv.eval.benchmarks.result_files import (
+    BackendName,
+    Commit,
+    Device,
+    Layers,
+    Out,
+    PresetNames,
+    Rows,
+    Run,
+    Tiny,
+)
+from hf_lowbit_kv.eval.benchmarks.timing import read_bandwidth
+from hf_lowbit_kv.eval.provenance import run_command
+from hf_lowbit_kv.eval.weight_quantization import WEIGHT_QUANTIZATIONS, check_weights, load_quantized, stored_bytes
 
 #: contenders of a run without options: `name[:backend]/mode`
 CONTENDERS = (
     *("DynamicCache/eager", "StaticCache/compiled", "dense/tuned", "kivi-2/tuned", "kivi-4/tuned", "int8/tuned"),
     *("dense/recorded", "kivi-4-sink/recorded", "kivi-4-sink/unfused"),
 )
+#: caches, and their rows and tokens, of a run with quantized weights
+PRESETS, SHAPES = ("dense", "int8", "kivi-4-sink"), ("1x32768", "8x32768")
 #: largest allowed relative error of logits between compiled and eager steps in 16 bits. Fused arithmetic rounds less
 #: often (transformers' own compiled step has an error of 0.06 on random weights)
 LOGITS_TOLERANCE = 0.1
-console = wide_console()
 
 
 class DisagreementError(RuntimeError):
@@ -109,11 +127,7 @@ class _Forced(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, token, 0.0)
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: all except the embedding, because a step reads only one of its rows per
-    token."""
-    embedding = model.get_input_embeddings().weight
-    return sum(p.nbytes for p in model.parameters() if p is not embedding)
+# ---- caches -----------------------------------------------------------------------------------------------------------
 
 
 def prefill_seconds(contender: Contender, tokens: int) -> float:
@@ -123,17 +137,8 @@ def prefill_seconds(contender: Contender, tokens: int) -> float:
     for prompt in (ids[:, :512], ids):
         contender.put_away()
         contender.cache.reset()
-        _wait(model.device)
-        begin = time.perf_counter()
-        contender.generate(prompt, 1)
-        _wait(model.device)
-        seconds = time.perf_counter() - begin
+        seconds = seconds_of(model.device, functools.partial(contender.generate, prompt, 1))
     return seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure(
@@ -143,13 +148,13 @@ def measure(
     steps: int,
     rounds: int,
     prefill_tokens: int,
-    faults: list[str],
+    run: Run,
 ) -> list[dict[str, Any]]:
     """Check contenders at one length. Then time those that pass, one after the other in each round."""
     records: dict[Contender, dict[str, Any]] = {}
     for contender in contenders:
         if (
-            record := _attempt(faults, contender.label, functools.partial(_checked, contender, tokens, bandwidth))
+            record := run.attempt(contender.label, functools.partial(_checked, contender, tokens, bandwidth))
         ) is not None:
             records[contender] = record
         contender.put_away()
@@ -163,7 +168,7 @@ def measure(
         record["tokens_per_second"] = contender.batch / record["step_ms"] * 1e3
         record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.ours else None
         if contender.model.device.type == "cuda":
-            profile = _attempt(faults, contender.label, functools.partial(profile_steps, contender, 8))
+            profile = run.attempt(contender.label, functools.partial(profile_steps, contender, 8))
             if profile is not None:
                 record["device_ms"] = {kind: round(ms, 4) for kind, ms in profile["device_ms"].items()}
                 counted = ("kernels", "graph_launches", "kernel_launches", "synchronisations")
@@ -204,139 +209,73 @@ def _checked(contender: Contender, tokens: int, bandwidth: float) -> dict[str, A
     }
 
 
-class Wanted(NamedTuple):
-    """A contender as named on the command line."""
-
-    name: str
-    backend: str | None
-    mode: str
-    longest: int | None
-
-    @classmethod
-    def parse(cls, text: str) -> Wanted:
-        """Parse `NAME[:BACKEND]/MODE[@TOKENS]`. The contender is timed at lengths up to TOKENS."""
-        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|recorded|unfused|compiled|tuned)(?:@(\d+))?", text)
-        if match is None:
-            raise ValueError(
-                f"contender={text!r} is not understood; allowed: NAME[:BACKEND]/MODE[@TOKENS], MODE eager, recorded, "
-                "unfused, compiled or tuned"
-            )
-        return cls(match[1], match[2], match[3], int(match[4]) if match[4] else None)
-
-    @property
-    def is_host(self) -> bool:
-        return is_host(self.name)
-
-    def at(self, length: int) -> bool:
-        return self.longest is None or length <= self.longest
+def load(run: Run, name: str) -> Any:
+    """The model of a folder or of the hub, for decoding without an end."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=run.dtype, attn_implementation=lb.ATTENTION_NAME)
+    model = loaded.to(run.device).eval()
+    model.generation_config = GenerationConfig()  # no end of the text, no sampling
+    model.config.max_position_embeddings = POSITIONS
+    if getattr(model.config, "head_dim", None) is None:
+        model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
+    run.common["model"] = name
+    return model
 
 
-def main(
+def time_caches(
     contender: Annotated[
         list[str] | None, typer.Option(help="NAME[,sink=N][,residual=N][:BACKEND]/MODE[@LONGEST].")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    batch: Rows = 1,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Tokens attended to; repeatable [default: 1k, 8k, 32k, 128k].")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Backend of our caches where none is named.")] = None,
+    backend: BackendName = None,
     model_name: Annotated[
         str | None, typer.Option("--model", help="Folder or hub name [default: random weights of an 8B shape].")
     ] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the model of an 8B shape.")] = 32,
-    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
+    layers: Layers = 32,
+    tiny: Tiny = False,
     steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
     rounds: Annotated[int, typer.Option(help="Samples of each contender.")] = 3,
     prefill_tokens: Annotated[
         int, typer.Option(help="Measure prefill up to so many tokens, all rows together.")
     ] = 32768,
     compile_options: Annotated[str | None, typer.Option(help="Mode `tuned`: inductor's options, as JSON.")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="JSON lines [default: eval/results/generate-<device>.jsonl].")
-    ] = None,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Check and time, and append a JSON line for each contender and length."""
-    where = torch.device(device)
     lengths = sorted(tokens or [1024, 8192, 32768, 131072])
     wanted = [Wanted.parse(text) for text in contender or CONTENDERS]
     if idle := [text for text, each in zip(contender or CONTENDERS, wanted, strict=True) if not each.at(lengths[0])]:
         raise typer.BadParameter(f"contender={idle[0]!r} takes part in none of the lengths, tokens={lengths}")
-    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-    if model_name is None:
-        model = random_model(shape_8b(layers, tiny), dtype, where)
-    else:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model_name, dtype=dtype, attn_implementation=lb.ATTENTION_NAME
-        )
-        model = loaded.to(where).eval()
-        model.generation_config = GenerationConfig()  # no end of the text, no sampling
-        model.config.max_position_embeddings = 2**21  # beyond it transformers warns
-        if getattr(model.config, "head_dim", None) is None:
-            model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
-    bandwidth = read_bandwidth(where)
-    out = out or results_path("generate", device_name(where))
-    faults: list[str] = []
-    settings = {"model": model, "batch": batch, "backend": backend, "options": json.loads(compile_options or "null")}
+    run = Run("generate", device, commit, out, filled="random keys and values, the same in every layer")
+    model = random_8b(run, layers, tiny) if model_name is None else load(run, model_name)
+    run.common |= {"dtype": str(model.dtype).removeprefix("torch."), "steps": steps * rounds}
+    bandwidth = read_bandwidth(run.device)
+    options = json.loads(compile_options or "null")
+
+    def ready(each: Wanted, length: int) -> Contender | None:
+        made = functools.partial(_ready, each, model, batch, length, backend, options)
+        return run.attempt(each, made)
+
     # one cache of ours serves all lengths, because a step reads stored tokens, not unused capacity
-    ours = {}
-    for each in wanted:
-        if not each.is_host:
-            longest = max(length for length in lengths if each.at(length))
-            ours[each] = _attempt(faults, each, functools.partial(_ready, each, length=longest, **settings))
-    records = []
+    ours = {each: ready(each, max(n for n in lengths if each.at(n))) for each in wanted if not each.is_host}
     for length in lengths:
         present = {each: prepared for each, prepared in ours.items() if each.at(length)}
-        for each in wanted:
-            if each.is_host and each.at(length):
-                present[each] = _attempt(faults, each, functools.partial(_ready, each, length=length, **settings))
-        ready = [prepared for prepared in present.values() if prepared is not None]
-        measured = measure(ready, length, bandwidth, steps, rounds, prefill_tokens, faults)
-        for record in measured:
-            record |= {
-                "gpu": device_name(where),
-                "model": model_name or ("tiny" if tiny else f"llama-8b-shape-{layers}-layers"),
-                "dtype": str(model.dtype).removeprefix("torch."),
-                "filled": "random keys and values, the same in every layer",
-                "steps": steps * rounds,
-            } | provenance(commit)
-            if settings["options"] is not None and record["mode"] == "tuned":
-                record["compile_options"] = settings["options"]
-            append_record(out, record)
-        records += measured
-        console.print(table(measured))
-        del present, ready
+        present |= {each: ready(each, length) for each in wanted if each.is_host and each.at(length)}
+        prepared = [each for each in present.values() if each is not None]
+        for record in measure(prepared, length, bandwidth, steps, rounds, prefill_tokens, run):
+            compiled = {} if options is None or record["mode"] != "tuned" else {"compile_options": options}
+            run.add(record | compiled)
+        del present, prepared
         gc.collect()
-    for line in crossovers(records):
-        console.print(line)
-    for fault in faults:
-        console.print(f"FAILED, not recorded: {fault}", markup=False)
-    if faults:
-        raise typer.Exit(1)
-
-
-def _attempt(faults: list[str], title: Any, work: Callable[[], Any]) -> Any:
-    """The result of `work`, or `None` if it raises, so that a failure does not stop the measurements that follow."""
-    try:
-        return work()
-    except Exception as error:
-        traceback.print_exc()
-        faults.append(f"{title}: {type(error).__name__}: {error}")
-        return None
-
-
-def shape_8b(layers: int, tiny: bool) -> Any:
-    config = llama_8b(layers)
-    config.max_position_embeddings = 2**21  # beyond it transformers warns; positions are rotated by the same code
-    if tiny:
-        small = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-        config.update({**small, "num_hidden_layers": 2, "head_dim": 64, "vocab_size": 97})
-    return config
-
-
-def is_host(name: str) -> bool:
-    return name.endswith("Cache") or name.startswith("quanto")
+    for line in crossovers(run.records):
+        run.console.print(line)
+    sizes = "peak_bytes:GB", "cache_bytes:GB"
+    times = "step_ms:.2f", "limit_ms:.2f", "mean_ms:.2f", "prefill_s:.2f"
+    run.end("batch", "tokens", "cache", "backend", "mode", *times, *sizes, "device_ms", "synchronisations:.2f")
 
 
 def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | None, options: dict | None) -> Contender:
@@ -347,7 +286,7 @@ def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | N
     begin = time.perf_counter()
     contender.compile()
     if contender.mode != "eager":
-        console.print(f"{contender.label}: ready in {time.perf_counter() - begin:.0f} s")
+        print(f"{contender.label}: ready in {time.perf_counter() - begin:.0f} s")
     return contender
 
 
@@ -369,31 +308,78 @@ def _times(records: list[dict[str, Any]], which: tuple[str, str]) -> dict[int, f
     return {r["tokens"]: r["step_ms"] for r in records if (r["cache"], r["mode"]) == which}
 
 
-def table(records: list[dict[str, Any]]) -> Table:
-    """A short table of the records."""
-    out = Table(
-        "batch",
-        "tokens",
-        "cache",
-        "ms",
-        "limit",
-        "x limit",
-        "mean",
-        "busy",
-        "prefill s",
-        "peak GB",
-        "cache GB",
-        "syncs",
-    )
-    for r in records:
-        busy = r.get("device_ms", {}).get("total")
-        values = (r["step_ms"], r["limit_ms"], r["step_ms"] / r["limit_ms"], r.get("mean_ms"), busy, r["prefill_s"])
-        sizes = (None if r[key] is None else r[key] / 1e9 for key in ("peak_bytes", "cache_bytes"))
-        name = "/".join(filter(None, (r["cache"], r["backend"], r["mode"])))
-        cells = ["-" if x is None else f"{x:.2f}" for x in (*values, *sizes, r.get("synchronisations"))]
-        out.add_row(str(r["batch"]), str(r["tokens"]), name, *cells)
-    return out
+# ---- weights ----------------------------------------------------------------------------------------------------------
+
+
+def measure_weights(
+    model: Any, weights: str, preset: str, batch: int, tokens: int, mode: str = "recorded"
+) -> dict[str, Any]:
+    """A record without provenance. mode: `recorded`, or `unfused`: only the model's own operations.
+
+    Raises:
+        DisagreementError: recorded steps and eager steps give different results.
+    """
+    contender = make(preset, mode, model, batch, tokens + HEADROOM)
+    contender.compile()
+    contender.fill(tokens)
+    checked = agreement(contender)
+    samples = [ms for _ in range(2) for ms in contender.steps_ms(16)]
+    cuda = model.device.type == "cuda"
+    return {
+        "weights": weights,
+        "meaning": WEIGHT_QUANTIZATIONS[weights].meaning,
+        "preset": preset,
+        "mode": mode,
+        "batch": batch,
+        "tokens": tokens,
+        "step_ms": statistics.median(samples),
+        "decoding_steps": contender.cache.decoding_steps,
+        "weight_bytes": stored_bytes(model),
+        "cache_bytes": contender.cache_bytes(),
+        "allocated_bytes": torch.cuda.memory_allocated(model.device) if cuda else None,
+        **checked,
+    }
+
+
+def time_weights(
+    weights: Annotated[list[str] | None, typer.Option(help="Weights; repeatable [default: all].")] = None,
+    preset: PresetNames = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help=f"ROWSxTOKENS; repeatable [default: {', '.join(SHAPES)}].")
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(help="recorded, or unfused: activations in 8 bits differ much for a last bit.")
+    ] = "recorded",
+    layers: Layers = 32,
+    tiny: Tiny = False,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
+) -> None:
+    """Check and time presets under each kind of weights, and append a JSON line for each."""
+    names = weights or list(WEIGHT_QUANTIZATIONS)
+    for name in names:
+        check_weights(name)
+    shapes = [tuple(int(part) for part in each.split("x")) for each in shape or SHAPES]
+    run = Run("weights-steps", f"{device}:0" if device == "cuda" else device, commit, out)
+    state = random_8b(run, layers, tiny).state_dict()
+    run.common["dtype"] = str(run.dtype).removeprefix("torch.")
+    config = llama_8b(layers, tiny)
+    for name in names:
+        model = run.attempt(name, functools.partial(load_quantized, config, name, run.device, run.dtype, state))
+        if model is None:
+            continue
+        model.generation_config.eos_token_id = None
+        for (batch, tokens), each in itertools.product(shapes, preset or PRESETS):
+            work = functools.partial(measure_weights, model, name, each, batch, tokens, mode)
+            if (record := run.attempt(f"{name} {each} {batch}x{tokens}", work)) is not None:
+                run.add(record)
+            gc.collect()
+        del model, work
+        clean(run.device)
+    sizes = "weight_bytes:GB", "cache_bytes:GB"
+    run.end("weights", "preset", "batch", "tokens", "step_ms:.2f", *sizes, "logits_error:.3f", "decoding_steps")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(caches=time_caches, weights=time_weights)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,38 +26,19 @@ import typer
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import cache_contents, saved_cache
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
-from hf_lowbit_kv.eval.provenance import (
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
-)
+from hf_lowbit_kv.eval.benchmarks.random_models import random_8b, seconds_of
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Layers, Out, Run, Tiny
+from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.storage.content_digests import fingerprint_of
 
-console = wide_console()
 NEW_TOKENS = 64
 #: bytes of a buffer when a file is read without checks
 BUFFER = 2**25
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _median(device: torch.device, repeats: int, call: Callable[[], Any]) -> float:
     """Median seconds of a call. A first call is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        begin = time.perf_counter()
-        call()
-        _wait(device)
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times[1:])
+    return statistics.median([seconds_of(device, call) for _ in range(repeats + 1)][1:])
 
 
 def _raw(path: Path, device: torch.device) -> None:
@@ -91,29 +71,28 @@ def _filled(model: Any, preset: str, tokens: int, max_cache_len: int | None) -> 
 
 
 def main(
-    preset: Annotated[str, typer.Option(help="of the cache")] = "kivi-4-sink",
-    tokens: Annotated[int, typer.Option(help="tokens that are stored")] = 32768,
-    repeats: Annotated[int, typer.Option(help="of each measurement")] = 5,
-    device: Annotated[str, typer.Option()] = "cuda",
-    layers: Annotated[int, typer.Option(help="of the model")] = 32,
-    tiny: Annotated[bool, typer.Option(help="a tiny model, to try the command")] = False,
-    out: Annotated[Path | None, typer.Option(help="where records are appended")] = None,
+    preset: Annotated[str, typer.Option(help="Of the cache.")] = "kivi-4-sink",
+    tokens: Annotated[int, typer.Option(help="Tokens that are stored.")] = 32768,
+    repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 5,
+    layers: Layers = 32,
+    tiny: Tiny = False,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
-    where = torch.device(device)
-    config = llama_8b(layers) if not tiny else _tiny(layers)
-    model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
-    model.set_attn_implementation("lowbit_kv")
-    out = out or results_path("kept", device_name(where))
-    shared = {"device": device_name(where), "preset": preset, "tokens": tokens, "layers": layers, **provenance()}
+    """Measure, and append a JSON line for each kind."""
+    run = Run("kept", device, commit, out, preset=preset, tokens=tokens, layers=layers)
+    model = random_8b(run, layers, tiny)
 
     def record(kind: str, **values: Any) -> None:
-        append_record(out, {"kind": kind, **values, **shared})
-        console.print(kind, {name: round(x, 5) if isinstance(x, float) else x for name, x in values.items()})
+        run.add({"kind": kind, **values})
 
     prompt = _caches(model, preset, tokens, repeats, record)
     with tempfile.TemporaryDirectory() as folder:
         _first_tokens(model, preset, prompt, repeats, folder, record)
-    console.print(f"appended to {out}")
+    run.end(
+        "kind", "mode", "source", "seconds:.5f", "raw_seconds:.5f", "read_seconds:.5f", "share:.2f", "cached_tokens"
+    )
 
 
 def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable[..., None]) -> torch.Tensor:
@@ -180,13 +159,6 @@ class _Reading:
 
     def add(self, cache: lb.LowBitCache, rows: list[torch.Tensor]) -> None:
         pass
-
-
-def _tiny(layers: int) -> Any:
-    config = llama_8b(layers)
-    config.hidden_size, config.intermediate_size, config.vocab_size = 256, 256, 512
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 64
-    return config
 
 
 if __name__ == "__main__":

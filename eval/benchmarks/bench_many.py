@@ -5,8 +5,7 @@ The model has the shape of Llama 3.1 8B and random weights. Measurements:
 - `steps`: median time of a decode step with `n` rows of one length, in a pool and in a recorded batch of `lb.generate`.
   The pool has `n` slots. `padded_ms`: the same rows in a pool of `--slots` slots, whose steps run with `padded` rows.
 - `ragged`: the same with rows of different lengths, so that some row fills a page in most steps. The time is the mean
-  over as many steps as a page has tokens. `round_ms` is a whole round of the scheduler with such rows, `cpu_ms` the
-  CPU's work in it.
+  over as many steps as a page has tokens. `round_ms` is a whole round of the scheduler with such rows.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
 - `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and
   five batch sizes. They are computed from times of prompts and steps, measured before by `steps` or `ragged`.
@@ -20,32 +19,28 @@ prompts and answers cut short, outside of the timing: kernels are compiled then.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import transformers
 import typer
-from rich.table import Table
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.cache.implementation import selected
-from hf_lowbit_kv.eval.benchmarks.bench_memory import llama_8b, random_model
-from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
-from hf_lowbit_kv.eval.benchmarks.many_workloads import BATCH_SIZES, SORTINGS, Cost, Job, batches, jobs
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.benchmarks.random_models import StepClock, clean, random_8b
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Layers, Out, Run, Tiny
+from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
-from hf_lowbit_kv.requests.scheduler import Scheduler
 
 PARTS = ("steps", "ragged", "many", "predicted", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
@@ -54,66 +49,106 @@ STEPS = 24
 RAGGED_STEPS = 128
 #: number of requests for transformers' own scheduler
 PEER_REQUESTS = 50
-console = wide_console()
 
 
-class DeviceTime:
-    """GPU seconds of calls of methods; on the CPU, wall-clock seconds."""
-
-    def __init__(self, device: torch.device):
-        self.device, self._marks = device, {}  # type: ignore[var-annotated]
-
-    @contextmanager
-    def of(self, name: str, cls: type, method: str) -> Iterator[None]:
-        """Inside this context, calls of the method count as `name`."""
-        original = getattr(cls, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = self._now()
-            out = original(*args, **kwargs)
-            self._marks.setdefault(name, []).append((begin, self._now()))
-            return out
-
-        setattr(cls, method, timed)
-        try:
-            yield
-        finally:
-            setattr(cls, method, original)
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, name: str) -> float:
-        if self.device.type != "cuda":
-            return sum(end - begin for begin, end in self._marks.get(name, []))
-        torch.cuda.synchronize(self.device)
-        return sum(begin.elapsed_time(end) for begin, end in self._marks.get(name, [])) / 1e3
-
-    def count(self, name: str) -> int:
-        return len(self._marks.get(name, []))
+# ---- requests ---------------------------------------------------------------------------------------------------------
 
 
-def clean(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+class Job(NamedTuple):
+    """A request: random tokens, and an answer whose length is known before."""
+
+    prompt: torch.Tensor
+    """token ids, int64 `[n]`"""
+    answer: int
+    """tokens of the answer"""
+
+
+#: distributions of the lengths of answers: exponential, or uniform
+ANSWERS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
+    "long-tailed": lambda count, gen: torch.empty(count).exponential_(1 / 400, generator=gen).clamp(20, 2000).int(),
+    "50-500": lambda count, gen: torch.randint(50, 501, (count,), generator=gen).int(),
+    "tiny": lambda count, gen: torch.randint(2, 12, (count,), generator=gen).int(),
+}
+
+
+def jobs(count: int, answers: str, vocabulary: int, prompts: tuple[int, int] = (200, 8000), seed: int = 0) -> list[Job]:
+    """Requests whose prompts have uniformly distributed lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(prompts[0], prompts[1] + 1, (count,), generator=generator).tolist()
+    written = ANSWERS[answers](count, generator).tolist()
+    return [
+        Job(torch.randint(0, vocabulary, (length,), generator=generator), answer)
+        for length, answer in zip(lengths, written, strict=True)
+    ]
+
+
+#: orders in which requests may be put into static batches
+SORTINGS: dict[str, Callable[[Job], float]] = {
+    "as given": lambda job: 0,
+    "by prompt": lambda job: -len(job.prompt),
+    "by answer": lambda job: -job.answer,
+}
+BATCH_SIZES = (8, 16, 32, 64, 128)
+
+
+def batches(
+    all_jobs: Sequence[Job], sorting: str, rows: int, row_bytes: Callable[[int], int], memory: int
+) -> list[list[Job]]:
+    """Batches of at most `rows` jobs that fit into `memory`. Each row counts as long as the longest prompt and the
+    longest answer of its batch together."""
+    groups: list[list[Job]] = []
+    for job in sorted(all_jobs, key=SORTINGS[sorting]):
+        batch = [*groups[-1], job] if groups else [job]
+        tokens = max(len(each.prompt) for each in batch) + max(each.answer for each in batch)
+        if groups and len(batch) <= rows and len(batch) * row_bytes(tokens) <= memory:
+            groups[-1].append(job)
+        else:
+            groups.append([job])
+    return groups
+
+
+class Cost(NamedTuple):
+    """Measured times of reading and decoding."""
+
+    token_s: float
+    """seconds to read a token of a prompt"""
+    steps_ms: dict[int, float]
+    """milliseconds of a decode step, by rows"""
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of a step with `rows` rows, interpolated linearly between measured numbers of rows."""
+        known = sorted(self.steps_ms)
+        below = max((n for n in known if n <= rows), default=known[0])
+        above = min((n for n in known if n >= rows), default=known[-1])
+        share = 0.0 if above == below else (rows - below) / (above - below)
+        return (self.steps_ms[below] * (1 - share) + self.steps_ms[above] * share) / 1e3
+
+    def parts(self, groups: Sequence[Sequence[Job]]) -> tuple[float, float]:
+        """Seconds of these batches: for padded prompts, and for steps until the longest answer of each batch is
+        written."""
+        prompt_s = sum(len(batch) * max(len(job.prompt) for job in batch) * self.token_s for batch in groups)
+        decode_s = sum(max(job.answer for job in batch) * self.step_s(len(batch)) for batch in groups)
+        return prompt_s, decode_s
+
+    def predicted(self, groups: Sequence[Sequence[Job]]) -> float:
+        """Predicted seconds of these batches."""
+        return sum(self.parts(groups))
+
+
+def cut_short(work: list[Job], whole: int = 24) -> list[Job]:
+    """The requests with short answers, each of which ends at another step. The first prompts are whole, so that there are
+    chunks of many lengths after others; the rest have 64 tokens at most."""
+    return [Job(job.prompt if index < whole else job.prompt[:64], 3 + index) for index, job in enumerate(work)]
+
+
+def first_tokens(grouped: list[list[Job]]) -> list[list[Job]]:
+    """The largest of some static batches, with answers of 3 and the ends of prompts, at most three chunks of them."""
+    largest = max(grouped, key=len)
+    tokens = 2 * max(CHUNK_SIZE // len(largest), 128) + 64
+    return [[Job(job.prompt[-tokens:], 3) for job in largest]]
 
 
 # ---- steps ------------------------------------------------------------------------------------------------------------
-
-
-def lengths_of(rows: int, length: int, ragged: bool) -> list[int]:
-    """Tokens of each row. Ragged rows differ by one token each, so that they fill their pages at different steps."""
-    return [length - row if ragged else length for row in range(rows)]
-
-
-def middle(times: list[float]) -> float:
-    return sorted(times)[len(times) // 2]
 
 
 @torch.no_grad()
@@ -140,74 +175,31 @@ def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int, slots
     return times
 
 
-def batch_steps_ms(
-    model: Any, preset: str, lengths: list[int], count: int, read: dict[str, float] | None = None
-) -> list[float]:
-    """Milliseconds of decode steps of `lb.generate` with a batch of these rows, padded on the left. `read` gets
-    `batch_token_s`, the prompts' seconds divided by their tokens, padding included."""
-    ids = torch.randint(0, model.config.vocab_size, (len(lengths), max(lengths)))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, : max(lengths) - length] = 0
-    clock = StepClock(model.device)
-    inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "progress": False, "logits_processor": [clock]}
-    start: Any = StepClock(model.device)
-    start(None, None)
-    lb.generate(model, inputs, preset, count + 7, prefill_chunk_size=256, **options)
-    lb.release(model)
-    if read is not None:
-        read["batch_token_s"] = between(model.device, start, clock) / ids.numel()
-    return clock.steps_ms(5)
+def padded_batch(
+    model: Any, preset: str, prompts: Sequence[torch.Tensor], new_tokens: int, chunk: int
+) -> tuple[float, list[float]]:
+    """Seconds that `lb.generate` reads a batch, padded on the left, and milliseconds of each of its steps."""
+    longest, device = max(map(len, prompts)), model.device
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+    clock: Any = StepClock(device)
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "progress": False, "prefill_chunk_size": chunk}
+    clock(None, None)
+    lb.generate(model, inputs, preset, new_tokens, logits_processor=[clock], **options)
+    prompt_ms, *steps = clock.steps_ms(0)
+    return prompt_ms / 1e3, steps
 
 
-def between(device: torch.device, start: StepClock, clock: StepClock) -> float:
-    """Seconds from the first tick of `start` to the first tick of `clock`."""
-    begin, end = start.ticks[0], clock.ticks[0]
-    if device.type != "cuda":
-        return end - begin
-    torch.cuda.synchronize(device)
-    return begin.elapsed_time(end) / 1e3
-
-
-@contextmanager
-def cpu_rounds(rows: int) -> Iterator[list[float]]:
-    """CPU milliseconds of each round in which all rows decode, without waiting for the GPU."""
-    measured: list[float] = []
-    waits = [0.0]
-    advance, synchronize = Scheduler.advance, torch.cuda.Event.synchronize
-
-    def waiting(self: Any) -> None:
-        begin = time.perf_counter()
-        synchronize(self)
-        waits[0] += time.perf_counter() - begin
-
-    def timed(self: Any) -> bool:
-        waits[0], all_decode, begin = 0.0, len(self.decoding) == rows, time.perf_counter()
-        more = advance(self)
-        if all_decode:
-            measured.append(1e3 * (time.perf_counter() - begin - waits[0]))
-        return more
-
-    Scheduler.advance, torch.cuda.Event.synchronize = timed, waiting  # type: ignore[method-assign]
-    try:
-        yield measured
-    finally:
-        Scheduler.advance, torch.cuda.Event.synchronize = advance, synchronize  # type: ignore[method-assign]
-
-
-def rounds_ms(model: Any, preset: str, lengths: list[int], count: int, cpu: dict[str, float]) -> list[float]:
+def rounds_ms(model: Any, preset: str, prompts: list[torch.Tensor], count: int) -> list[float]:
     """Milliseconds between the times at which the CPU receives a row's tokens, while `generate_many` decodes all these
-    rows. `cpu` gets `cpu_ms`, the median CPU time of a round, launches included."""
-    rows = len(lengths)
-    requests = [
-        {"input_ids": torch.randint(0, model.config.vocab_size, (length,)), "max_new_tokens": count + rows - row + 12}
-        for row, length in enumerate(lengths)
-    ]
+    rows."""
+    rows = len(prompts)
+    requests = [{"input_ids": prompt, "max_new_tokens": count + rows - row + 12} for row, prompt in enumerate(prompts)]
     options: dict[str, Any] = {"do_sample": False, "max_rows": rows, "progress": False, "share_prefixes": False}
-    with cpu_rounds(rows) as of_cpu:
-        results = lb.generate_many(model, requests, preset, **options)
-    cpu["cpu_ms"] = middle(of_cpu[6:])
+    results = lb.generate_many(model, requests, preset, **options)
     times = results[-1].timestamps[6 : 6 + count]
     return [1e3 * (end - begin) for begin, end in itertools.pairwise(times)]
 
@@ -215,12 +207,17 @@ def rounds_ms(model: Any, preset: str, lengths: list[int], count: int, cpu: dict
 def measure_steps(
     model: Any, preset: str, length: int, rows: list[int], ragged: bool, slots: int
 ) -> Iterator[dict[str, Any]]:
-    steps, of = (RAGGED_STEPS, statistics.mean) if ragged else (STEPS, middle)
+    """A record for each number of rows. Ragged rows differ by one token each, so that they fill their pages at different
+    steps."""
+    steps, of = (RAGGED_STEPS, statistics.mean) if ragged else (STEPS, statistics.median_high)
     for count in rows:
-        lengths = lengths_of(count, length, ragged)
+        lengths = [length - row if ragged else length for row in range(count)]
+        prompts = [torch.randint(0, model.config.vocab_size, (each,)) for each in lengths]
         record: dict[str, Any] = {"part": "ragged" if ragged else "steps", "rows": count, "length": length}
         clean(model.device)
-        record["batch_ms"] = of(batch_steps_ms(model, preset, lengths, steps, record))
+        prompt_s, times = padded_batch(model, preset, prompts, steps + 7, 256)
+        lb.release(model)
+        record |= {"batch_token_s": prompt_s / (count * max(lengths)), "batch_ms": of(times[5:])}
         clean(model.device)
         record["pool_ms"] = of(pool_steps_ms(model, preset, lengths, steps, count))
         clean(model.device)
@@ -229,57 +226,54 @@ def measure_steps(
             record |= {"slots": slots, "padded": padded}
             record["padded_ms"] = of(pool_steps_ms(model, preset, lengths, steps, slots))
             clean(model.device)
-        record["round_ms"] = of(rounds_ms(model, preset, lengths, steps, record))
-        names = [name for name in ("batch_ms", "pool_ms", "padded_ms", "round_ms", "cpu_ms") if name in record]
-        numbers = ", ".join(f"{name[:-3]} {record[name]:.2f} ms" for name in names)
-        console.print(f"{record['part']}, {count} rows: {numbers}")
-        yield record
+        yield record | {"round_ms": of(rounds_ms(model, preset, prompts, steps))}
 
 
 # ---- workloads ----------------------------------------------------------------------------------------------------------
 
 
-def cut_short(work: list[Job], whole: int = 24) -> list[Job]:
-    """The requests with short answers, each of which ends at another step. The first prompts are whole, so that there are
-    chunks of many lengths after others; the rest have 64 tokens at most."""
-    return [Job(job.prompt if index < whole else job.prompt[:64], 3 + index) for index, job in enumerate(work)]
+@contextmanager
+def timed_calls(device: torch.device, cls: Any, method: str) -> Iterator[StepClock]:
+    """Inside this context a clock ticks before and after each call of a method, so every other time is that of a call."""
+    clock: Any = StepClock(device)
+    original = getattr(cls, method)
 
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        clock(None, None)
+        out = original(*args, **kwargs)
+        clock(None, None)
+        return out
 
-def first_tokens(grouped: list[list[Job]]) -> list[list[Job]]:
-    """The largest of some static batches, with answers of 3 and the ends of prompts, at most three chunks of them."""
-    largest = max(grouped, key=len)
-    tokens = 2 * max(CHUNK_SIZE // len(largest), 128) + 64
-    return [[Job(job.prompt[-tokens:], 3) for job in largest]]
+    with patch.object(cls, method, timed):
+        yield clock
 
 
 def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: int) -> dict[str, Any]:
     clean(model.device)
     requests = [{"input_ids": job.prompt, "max_new_tokens": job.answer} for job in work]
-    clock, pools = DeviceTime(model.device), list[tuple[int, int]]()
+    pools, began = list[tuple[int, int]](), PoolSteps.__init__
+    options: dict[str, Any] = {"memory": memory, "do_sample": False, "prefill_chunk_size": chunk, "progress": False}
 
     def noted(self: Any, *args: Any) -> None:
         began(self, *args)
         pools.append((self.pool.slots, self.pool.memory.nbytes))
 
-    cls: Any = PoolSteps
-    began = cls.__init__
     begin = time.perf_counter()
-    with clock.of("prompt", PoolSteps, "read"), clock.of("decode", PoolSteps, "decode"):
-        cls.__init__ = noted
-        try:
-            results = lb.generate_many(
-                model, requests, preset, memory=memory, do_sample=False, prefill_chunk_size=chunk, progress=False
-            )
-        finally:
-            cls.__init__ = began
+    with (
+        timed_calls(model.device, PoolSteps, "read") as prompts,
+        timed_calls(model.device, PoolSteps, "decode") as steps,
+        patch.object(PoolSteps, "__init__", noted),
+    ):
+        results = lb.generate_many(model, requests, preset, **options)
     seconds = time.perf_counter() - begin
     written = sum(len(result.generated_tokens) for result in results)
     assert written == sum(job.answer for job in work), {result.error for result in results}
+    prompt_ms, step_ms = (clock.steps_ms(0)[::2] for clock in (prompts, steps))
     return {
         "seconds": seconds,
-        "prompt_s": clock.seconds("prompt"),
-        "decode_s": clock.seconds("decode"),
-        "steps": clock.count("decode"),
+        "prompt_s": sum(prompt_ms) / 1e3,
+        "decode_s": sum(step_ms) / 1e3,
+        "steps": len(step_ms),
         "tokens": written,
         "tokens_per_s": written / seconds,
         "slots": pools[0][0],
@@ -303,29 +297,10 @@ def row_bytes_of(model: Any, preset: str) -> Any:
 
 def measure_static(model: Any, preset: str, grouped: list[list[Job]], chunk: int) -> dict[str, Any]:
     clean(model.device)
-    device, prompt_s, begin = model.device, 0.0, time.perf_counter()
+    prompt_s, begin = 0.0, time.perf_counter()
     for batch in grouped:
-        longest = max(len(job.prompt) for job in batch)
-        ids = torch.zeros(len(batch), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, job in enumerate(batch):
-            ids[row, longest - len(job.prompt) :], mask[row, longest - len(job.prompt) :] = job.prompt, 1
-        clock = StepClock(device)
-        start: Any = StepClock(device)
-        start(None, None)
-        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "progress": False}
-        size = max(chunk // len(batch), 128)
-        lb.generate(
-            model,
-            inputs,
-            preset,
-            max(job.answer for job in batch),
-            logits_processor=[clock],
-            prefill_chunk_size=size,
-            **options,
-        )
-        prompt_s += between(device, start, clock)
+        most, size = max(job.answer for job in batch), max(chunk // len(batch), 128)
+        prompt_s += padded_batch(model, preset, [job.prompt for job in batch], most, size)[0]
     seconds = time.perf_counter() - begin
     lb.release(model)
     written = sum(job.answer for batch in grouped for job in batch)
@@ -447,44 +422,26 @@ def main(
         list[int] | None, typer.Option(help="Rows of the steps; repeatable [default: 1, 7, 33, 64].")
     ] = None,
     slots: Annotated[int, typer.Option(help="Slots of the pool of padded steps.")] = 128,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    tiny: Annotated[bool, typer.Option(help="A tiny model and few requests, for a dry run.")] = False,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/many-<device>.jsonl].")] = None,
+    layers: Layers = 32,
+    tiny: Tiny = False,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Measure, and append a JSON line for each part and kind of answers."""
-    where, wanted = torch.device(device), part or ["steps", "many", "static"]
+    wanted = part or ["steps", "many", "static"]
     if unknown := [name for name in wanted if name not in PARTS]:
         raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
-    config = llama_8b(layers)
-    rows = rows or list(ROWS)
-    prompts = 200, 8000
+    rows, prompts, size = rows or list(ROWS), (200, 8000), parse_size(memory)
     if tiny:
-        small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 97}
-        config.update(small | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64})
         rows, prompts = [1, 3], (20, 300)
         answers, requests, length = ["tiny"], min(requests, 12), 200
-    model = random_model(config, torch.float32 if where.type == "cpu" else torch.bfloat16, where)
-    size, out = parse_size(memory), out or results_path("many", device_name(where))
-    facts = {"preset": preset, "memory": size, "chunk": chunk, "gpu": device_name(where)}
-    facts |= {"model": "tiny" if tiny else f"llama-3.1-8b-shape-{layers}-layers"} | provenance(commit)
-    shown = Table("part", "answers", "seconds", "prompt s", "decode s", "steps", "tokens/s", "rows")
+    run = Run("many", device, commit, out, preset=preset, memory=size, chunk=chunk)
+    model = random_8b(run, layers, tiny)
     cost = Cost(1 / 20_000, {1: 7.0, 64: 12.0})
 
-    def note(record: dict[str, Any]) -> None:
-        append_record(out, record | facts)
-        numbers = [f"{record[key]:.1f}" if key in record else "" for key in ("seconds", "prompt_s", "decode_s")]
-        rate = f"{record['tokens_per_s']:.0f}"
-        shown.add_row(
-            record["part"], record["answers"], *numbers, str(record.get("steps", "")), rate, str(record.get("rows", ""))
-        )
-
     def time_steps(ragged: bool) -> Cost:
-        records = []
-        for record in measure_steps(model, preset, length, rows, ragged, slots):
-            append_record(out, record | facts)
-            records.append(record)
+        records = [run.add(record) for record in measure_steps(model, preset, length, rows, ragged, slots)]
         return Cost(records[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in records})
 
     def run_static(each: Batching) -> dict[str, Any]:
@@ -504,7 +461,7 @@ def main(
         if "many" in wanted:
             measure_many(model, preset, cut_short(work), size, chunk)
             record = measure_many(model, preset, work, size, chunk)
-            note({"part": "many", "rows": record["slots"]} | of_kind[kind] | record)
+            run.add({"part": "many", "rows": record["slots"]} | of_kind[kind] | record)
             if not steps_first:  # from the mean of its steps
                 mean = max(sum(job.answer for job in work) / record["steps"], 1)
                 token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
@@ -518,26 +475,35 @@ def main(
                 record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
                 record["tokens_per_s"] = sum(job.answer for job in work) / record["seconds"]
                 record |= {"rows": best.rows, "sorting": best.sorting, "cost": cost._asdict()}
-                note({"part": "predicted"} | of_kind[kind] | record)
+                run.add({"part": "predicted"} | of_kind[kind] | record)
             static[kind] = different(ranked)[:static_runs] if "static" in wanted else []
             for each in static[kind][:1]:
-                note(of_kind[kind] | run_static(each))
+                run.add(of_kind[kind] | run_static(each))
     for kind, batchings in static.items():  # after the fastest ones of all kinds of answers
         for each in batchings[1:]:
-            note(of_kind[kind] | run_static(each))
+            run.add(of_kind[kind] | run_static(each))
     for kind, work in kinds.items():
         if "packed" in wanted:
             measure_packed(model, preset, cut_short(work), size, work)
             record = measure_packed(model, preset, work, size, work)
-            note({"part": "packed", "answers": kind, "requests": len(work)} | record)
+            run.add({"part": "packed", "answers": kind, "requests": len(work)} | record)
         if "peer" in wanted:
             of_peer = {"part": "peer", "answers": kind, "requests": PEER_REQUESTS}
             measure_peer(model, cut_short(work[:8]), peer_seconds)
-            note(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
-    console.print(shown)
-    for part_of_steps in ("steps", "ragged"):
-        if part_of_steps in wanted[1 if steps_first else 0 :]:
-            time_steps(part_of_steps == "ragged")
+            run.add(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
+    for name in wanted[steps_first:]:
+        if name in ("steps", "ragged"):
+            time_steps(name == "ragged")
+    times = (
+        "batch_ms:.2f",
+        "pool_ms:.2f",
+        "padded_ms:.2f",
+        "round_ms:.2f",
+        "seconds:.1f",
+        "prompt_s:.1f",
+        "decode_s:.1f",
+    )
+    run.end("part", "answers", "rows", *times, "steps", "tokens_per_s:.0f")
 
 
 if __name__ == "__main__":

@@ -14,71 +14,66 @@ MLP needs over 20 GB here. So the peak is measured in two ways, and both must be
 `fits`: what `hf-lowbit-kv fits` counts, compared with a GPU. A model of the named shape with random weights reads a
 prompt in chunks of 2048 tokens and writes tokens in recorded steps. The record compares the count with the GPU memory in
 use at the end (total less free: memory reserved by PyTorch, CUDA's own memory and the graphs), and with PyTorch's peak.
+
+`batch`: largest batch and throughput under a memory budget. This is Kitty's experiment: a model of the Qwen3 8B shape
+(random weights), prompts of 100 tokens, 8192 new tokens, 80 GB in total. PyTorch's allocator is limited to this budget. A
+batch fits if its last steps run. To test this, caches are filled with random keys and values almost to the end, and
+`generate` goes on from there. Steps are timed at the start, in the middle and at the end. Their time grows linearly with
+the stored tokens. Simpson's rule over the three times therefore gives the time of the whole run (without reading the
+prompts).
+
+- `rows`: the largest tried batch that ran to the end. `most`: the largest batch allowed to be tried (`null`: no limit).
+- `row_bytes`: bytes of cache for each row at the end. `shared_bytes`: parameters of the cache's layers, shared by all
+  rows.
+- `throughput`: tokens per second over the whole run.
+- `attribution_ms`: time of a step at the end: GPU time by kind of work, and `host`, the rest of the step's time.
+
+`--computed` measures nothing and needs no GPU. It shows the bytes of one row, as a preallocated cache of one layer
+allocates them. It also shows how many such rows fit beside weights, parameters and a reserve. Temporary memory of a
+step is counted only in the reserve.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import statistics
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.filesize import decimal
-from rich.table import Table
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
-from hf_lowbit_kv.eval.provenance import (
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
+from hf_lowbit_kv.eval.benchmarks.contenders import Contender, Wanted, is_host, low_bit_cache, make
+from hf_lowbit_kv.eval.benchmarks.random_models import (
+    PeakMemory,
+    clean,
+    llama_8b,
+    profile_steps,
+    qwen3_8b,
+    random_model,
 )
+from hf_lowbit_kv.eval.benchmarks.result_files import (
+    BackendName,
+    Commit,
+    Device,
+    Layers,
+    Out,
+    PresetNames,
+    Rows,
+    Run,
+    Tiny,
+    listed,
+)
+from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.planning.cache_memory import CHUNK
-from hf_lowbit_kv.planning.fits import GB
 from hf_lowbit_kv.planning.model_shapes import shape_of
 
-
-def llama_8b(layers: int = 32) -> LlamaConfig:
-    """A configuration of the shape of Llama 3.1 8B."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=131072,
-        tie_word_embeddings=False,
-    )
-
-
-class PeakMemory:
-    """`with PeakMemory(device) as peak: ...` measures memory. Afterwards `peak.growth` is the peak of allocated bytes
-    inside, less the bytes allocated before. It is `None` on the CPU, which has no such allocator."""
-
-    growth: int | None = None
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def __enter__(self) -> PeakMemory:
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(self, *exception) -> None:
-        if self.device.type == "cuda":
-            self.growth = torch.cuda.max_memory_allocated(self.device) - self.before
+# ---- generate ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -145,48 +140,35 @@ def measure(
     }
 
 
-def random_model(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Any:
-    """A model with random weights from `seed`, made on the device."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=lb.ATTENTION_NAME)
-    model.generation_config.eos_token_id = None
-    return model.eval()
-
-
 def measure_generate(
-    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable [default: kivi-4, kivi-2].")] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 8,
+    preset: PresetNames = None,
+    layers: Layers = 32,
+    batch: Rows = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 32768,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 16,
     chunk: Annotated[int, typer.Option(help="Tokens read at a time, in the chunked run.")] = 512,
-    device: Annotated[str, typer.Option(help="A GPU; the CPU runs but measures nothing.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/memory-<device>.jsonl].")] = None,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Measure, and append a JSON line for each preset and way of reading the prompt."""
-    where = torch.device(device)
+    run = Run("memory", device, commit, out)
     presets = preset or ["kivi-4", "kivi-2"]
     for name in presets:
         lb.get_preset(name)
-    model = random_model(llama_8b(layers), torch.bfloat16, where)
-    out = out or results_path("memory", device_name(where))
+    model = random_model(llama_8b(layers), torch.bfloat16, run.device)
     # before the measurements, compile kernels and let libraries allocate their workspaces
     measure(model, presets[0], 1, min(tokens, 1024), 2, None)
-    table = Table("preset", "read", "growth", "model alone", "counted", "limit", "cache", "s", "within")
-    failed = False
     for name in presets:
         for prefill_chunk in (chunk, None):
-            record = measure(model, name, batch, tokens, new_tokens, prefill_chunk)
-            append_record(out, record | {"gpu": device_name(where)} | provenance(commit))
-            failed |= record["within"] is False
-            sizes = (decimal(record[key] or 0) for key in ("growth", "model_alone", "counted", "limit", "nbytes"))
-            reading = "whole" if prefill_chunk is None else f"by {prefill_chunk}"
-            table.add_row(name, reading, *sizes, f"{record['seconds']:.1f}", str(record["within"]))
-    wide_console().print(table)
-    if failed:
+            run.add(measure(model, name, batch, tokens, new_tokens, prefill_chunk))
+    sizes = (f"{name}:GB" for name in ("growth", "model_alone", "counted", "limit", "nbytes"))
+    run.end("preset", "prefill_chunk", *sizes, "seconds:.1f", "within")
+    if any(record["within"] is False for record in run.records):
         raise typer.Exit(1)
+
+
+# ---- fits -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -235,23 +217,200 @@ def compare_fits(
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     context: Annotated[int, typer.Option(help="Tokens of the row.")] = 65536,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 32,
-    device: Annotated[str, typer.Option(help="A GPU.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/fits-<device>.jsonl].")] = None,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Measure, append a JSON line, and compare."""
-    where = torch.device(device)
-    record = measure_fits(model, preset, context, new_tokens, where)
-    record["relative"] = record["in_use"] / record["counted"] - 1
-    append_record(
-        out or results_path("fits", device_name(where)), record | {"gpu": device_name(where)} | provenance(commit)
+    run = Run("fits", device, commit, out)
+    record = measure_fits(model, preset, context, new_tokens, run.device)
+    run.add(record | {"relative": record["in_use"] / record["counted"] - 1})
+    sizes = ("weights", "cache", "nbytes", "chunk", "cuda", "counted", "peak", "in_use")
+    run.end(*(f"{name}:GB" for name in sizes), "relative:+.1%")
+
+
+# ---- batch ------------------------------------------------------------------------------------------------------------
+
+CONTENDERS = ("DynamicCache/eager", "dense/compiled", "kivi-2-sink/compiled")
+#: first guess of the bytes that a run needs beside weights and caches, and the factor from a batch to the next smaller
+#: one
+RESERVE, SHRINK = 2.5e9, 0.96
+#: steps timed at each length
+STEPS = 12
+
+
+def cache_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> tuple[int, int]:
+    """Bytes of one row of `capacity` tokens in this cache (all layers), and bytes that all rows share."""
+    config = model.config
+    if wanted.is_host:
+        per_token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+        return per_token * capacity * config.num_hidden_layers, 0
+    probe = make(wanted.name, wanted.mode, model, 1, capacity, backend)
+    probe.fill(capacity - STEPS)
+    shared = probe.cache.nbytes.parameters
+    return probe.allocated_bytes() - shared, shared
+
+
+def rows_within(budget: float, weights: int, row: int, shared: int) -> int:
+    """The first batch to try: rows that fit into `budget` bytes beside weights, parameters and `RESERVE`."""
+    return int((budget - weights - RESERVE - shared) / row)
+
+
+def run_to_the_end(contender: Contender, prompt: int, new_tokens: int) -> dict[str, Any]:
+    """Time steps at the start, in the middle and at the end; profile the end."""
+    contender.compile()
+    end = prompt + new_tokens - STEPS - 4
+    middle = (prompt + end) // 2
+    times = {}
+    for length in (end, middle, prompt):
+        contender.put_away()
+        contender.fill(length)
+        contender.put_away()
+        times[length] = statistics.median(contender.steps_ms(STEPS))
+    contender.fill(end)
+    contender.put_away()
+    profile = profile_steps(contender, 4) if contender.model.device.type == "cuda" else {"device_ms": {"total": 0.0}}
+    busy = dict(profile["device_ms"])
+    total = busy.pop("total")
+    attribution = {**busy, "host": max(times[end] - total, 0.0)}
+    mean_ms = (times[prompt] + 4 * times[middle] + times[end]) / 6
+    return {
+        "step_ms": {str(length): ms for length, ms in sorted(times.items())},
+        "throughput": contender.batch / mean_ms * 1e3,
+        "attribution_ms": {kind: round(ms, 3) for kind, ms in attribution.items()},
+    }
+
+
+def largest(
+    wanted: Wanted, model: Any, prompt: int, new_tokens: int, budget: float, backend: str | None, most: int | None
+) -> dict[str, Any]:
+    """The largest batch that runs to the end within `budget` bytes, and its times."""
+    weights = sum(p.nbytes for p in model.parameters())
+    each, shared = cache_bytes(wanted, model, prompt + new_tokens, backend)
+    rows = rows_within(budget, weights, each, shared)
+    rows = max(min(rows, most or rows), 1)
+    tried = []
+    while rows:
+        clean(model.device)
+        contender = make(wanted.name, wanted.mode, model, rows, prompt + new_tokens, backend)
+        tried.append(rows)
+        best = None
+        try:
+            best = run_to_the_end(contender, prompt, new_tokens)
+        except torch.cuda.OutOfMemoryError as error:
+            print(f"{contender.label}: {rows} rows do not fit: {str(error).splitlines()[0]}")
+        if best is not None:
+            peak = torch.cuda.max_memory_reserved(model.device) if model.device.type == "cuda" else None
+            facts = {
+                "rows": rows,
+                "rows_tried": tried,
+                "row_bytes": each,
+                "shared_bytes": shared,
+                "weight_bytes": weights,
+                "peak_reserved": peak,
+            }
+            used = contender.cache.packed_layers[0].backend if contender.ours else None
+            return {"cache": wanted.name, "mode": wanted.mode, "backend": used, **facts, **best}
+        del contender
+        rows = int(rows * SHRINK)
+    raise RuntimeError(f"{wanted.name}: not even one row fits")
+
+
+PROMPT, NEW_TOKENS, BUDGET, LAYERS = 100, 8192, 80e9, 36
+DTYPE = torch.bfloat16
+#: the caches that `--computed` shows
+CACHES = (
+    "DynamicCache",
+    "kivi-2-sink",
+    "kitty-pro",
+    "eigen-3",
+    "eigen-2",
+    "eigen-2,sink=4",
+    "eigen-2,sink=4,residual=32",
+)
+
+
+class Room(NamedTuple):
+    """Bytes of a row of all layers, bytes that all rows share, and the rows that fit."""
+
+    cache: str
+    row: int
+    shared: int
+    rows: int
+
+
+def room(cache: str, tokens: int = PROMPT + NEW_TOKENS, budget: float = BUDGET) -> Room:
+    """Sizes of the cache with this name, as `batch` finds them. Raises `ValueError` for an unknown name."""
+    config: Any = qwen3_8b(1)
+    heads, head_dim = config.num_key_value_heads, config.head_dim
+    if is_host(cache):
+        row, shared = 2 * heads * head_dim * DTYPE.itemsize * tokens, 0
+    else:
+        (layer,) = low_bit_cache(cache, config, max_cache_len=tokens).packed_layers
+        layer.lazy_initialization(*(torch.zeros(1, heads, 1, head_dim, dtype=DTYPE) for _ in "kv"))
+        parts = layer.store.nbytes()
+        shared = parts["parameters"]
+        row = sum(parts.values()) - shared
+    row, shared = LAYERS * row, LAYERS * shared
+    return Room(cache, row, shared, rows_within(budget, all_weight_bytes(), row, shared))
+
+
+@functools.cache
+def all_weight_bytes() -> int:
+    """Bytes of all weights of the model. (`bench_generate.weight_bytes` counts only weights that a step reads.)"""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(qwen3_8b(LAYERS), dtype=DTYPE)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def rows_table(caches: Sequence[str] = CACHES) -> str:
+    """A Markdown table. Ratios are relative to the first cache."""
+    rooms = [room(cache) for cache in caches]
+    columns: dict[str, Any] = {
+        "cache": lambda x: f"`{x.cache}`",
+        "MB per row": lambda x: f"{x.row / 1e6:.0f}",
+        "rows": lambda x: str(x.rows),
+        "ratio": lambda x: f"{x.rows / rooms[0].rows:.1f}x",
+    }
+    return listed(rooms, columns)
+
+
+def measure_batch(
+    contender: Annotated[
+        list[str] | None, typer.Option(help="NAME[,sink=N][,residual=N][:BACKEND]/MODE; repeatable.")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = PROMPT,
+    new_tokens: Annotated[int, typer.Option(help="Tokens written.")] = NEW_TOKENS,
+    budget: Annotated[float, typer.Option(help="Bytes in all.")] = BUDGET,
+    backend: BackendName = None,
+    layers: Layers = LAYERS,
+    most: Annotated[int | None, typer.Option(help="Rows to try at most.")] = None,
+    computed: Annotated[bool, typer.Option(help="Only compute the rows that fit, of usual caches.")] = False,
+    tiny: Tiny = False,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
+) -> None:
+    """Measure, and append a JSON line for each contender."""
+    if computed:
+        print(rows_table())
+        return
+    contenders = [Wanted.parse(text) for text in contender or CONTENDERS]
+    if limited := [each for each in contenders if each.longest is not None]:
+        raise typer.BadParameter(f"contender={limited[0].name!r} with @{limited[0].longest}: there is one length here")
+    model_name = "tiny" if tiny else f"qwen3-8b-shape-{layers}-layers"
+    run = Run(
+        "batch", device, commit, out, model=model_name, prompt=prompt, new_tokens=new_tokens, budget=budget, most=most
     )
-    table = Table("GB", "value")
-    for key in ("weights", "cache", "nbytes", "chunk", "cuda", "counted", "peak", "in_use"):
-        table.add_row(key, f"{record[key] / GB:.3f}")
-    table.add_row("in use over counted", f"{record['relative']:+.1%}")
-    wide_console().print(table)
+    if run.device.type == "cuda":
+        total = torch.cuda.get_device_properties(run.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0), run.device.index or 0)
+    model = random_model(qwen3_8b(layers, tiny), run.dtype, run.device)
+    for wanted in contenders:
+        run.add(largest(wanted, model, prompt, new_tokens, budget, wanted.backend or backend, most))
+        gc.collect()
+    run.end("cache", "mode", "rows", "row_bytes:GB", "throughput:.0f", "step_ms", "attribution_ms")
 
 
 if __name__ == "__main__":
-    run_command(generate=measure_generate, fits=compare_fits)
+    run_command(generate=measure_generate, fits=compare_fits, batch=measure_batch)

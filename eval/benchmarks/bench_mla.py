@@ -23,37 +23,29 @@ same random latents, because the numbers do not change the time. Times are media
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import itertools
-import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.backends.choice import BACKENDS, Served, storage_spec
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
+from hf_lowbit_kv.eval.benchmarks.packed_layer import WrongResultError
+from hf_lowbit_kv.eval.benchmarks.random_models import clean, random_model
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Layers, Out, Rounds, Rows, Run
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
-from hf_lowbit_kv.eval.provenance import (
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
-)
+from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk, Operations
 
 RANK, ROPE = 512, 64
@@ -64,11 +56,6 @@ PRESETS = ("snapmla", "mla")
 SCALING = (128 + 64) ** -0.5
 #: largest allowed relative error of the output: two roundings of bfloat16, and that of the pipeline that quantizes more
 BOUND = 2 * 2.0**-8
-console = wide_console()
-
-
-class WrongResultError(RuntimeError):
-    """A check failed, so nothing was timed."""
 
 
 class LatentCase(NamedTuple):
@@ -108,12 +95,7 @@ def build(
 
 def check(kernels: Operations, case: LatentCase) -> float:
     """The output's relative error on the first row. Raises `WrongResultError` if a check fails."""
-    state, spec = case.store.state, case.store.spec
-    first = state._replace(
-        **{name: getattr(state, name)[:1] for name in ("page_table", "page_address", "length", "paged")}
-    )
-    first = first._replace(**{name: getattr(state, name)[:1] for name in ("sink_k", "sink_v", "tail_k", "tail_v")})
-    row = LayerStore(first, spec)
+    row, spec = case.store.rows(slice(1)), case.store.spec
     chunk = case.chunk.rows(slice(1))
     expected = reference.OPERATIONS.attend(chunk._replace(q=chunk.queries.float()), row)
     output = case.attend(kernels)[:1].float()
@@ -220,64 +202,46 @@ def measure(
 
 
 def time_layers(
-    shape: Annotated[list[str], typer.Option(help=f"of {', '.join(SHAPES)}")] = list(SHAPES),  # noqa: B006
-    heads: Annotated[list[int], typer.Option(help="query heads")] = list(HEADS),  # noqa: B006
-    preset: Annotated[list[str], typer.Option(help=f"of {', '.join(PRESETS)}")] = ["snapmla"],  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="samples of each", min=1)] = 10,
-    wide_rows: Annotated[int | None, typer.Option(help="query rows from which the wide kernel attends")] = None,
-    both: Annotated[bool, typer.Option(help="with and without the conversion instruction")] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="JSON lines to append to; by default eval/results/mla-GPU.jsonl")
-    ] = None,
-    commit: Annotated[str | None, typer.Option(help="of the measured code, where git does not know")] = None,
+    shape: Annotated[list[str], typer.Option(help=f"Of {', '.join(SHAPES)}.")] = list(SHAPES),  # noqa: B006
+    heads: Annotated[list[int], typer.Option(help="Query heads.")] = list(HEADS),  # noqa: B006
+    preset: Annotated[list[str], typer.Option(help=f"Of {', '.join(PRESETS)}.")] = ["snapmla"],  # noqa: B006
+    rounds: Rounds = 10,
+    wide_rows: Annotated[int | None, typer.Option(help="Query rows from which the wide kernel attends.")] = None,
+    both: Annotated[bool, typer.Option(help="With and without the conversion instruction.")] = False,
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Check and time decode attention to latents on this GPU."""
     if unknown := [name for name in preset if name not in PRESETS]:
         raise typer.BadParameter(f"preset={unknown[0]!r} does not store latents; allowed: {', '.join(PRESETS)}")
-    device = torch.device("cuda", 0)
-    reason = (
-        BACKENDS["cuda"].why_not(Served(device, torch.bfloat16))
-        if torch.cuda.is_available()
-        else "needs a GPU, and there is none"
-    )
-    if reason is not None:
+    device = gpu()
+    if reason := BACKENDS["cuda"].why_not(Served(device, torch.bfloat16)):
         raise typer.BadParameter(f"backend='cuda' {reason}")
     from hf_lowbit_kv.triton_kernels.cuda import latent
 
-    path = results_path("mla", device_name(device)) if record is None else record
+    run = Run("mla", str(device), commit, out)
     if wide_rows is not None:
         latent.WIDE_ROWS = wide_rows
     bandwidth = read_bandwidth(device)
-    table = Table(
-        "preset",
-        "shape",
-        "heads",
-        "kernel",
-        "ms",
-        "step ms",
-        "peer",
-        "peer ms",
-        "ratio",
-        "limit",
-        "bandwidth",
-        "relerr",
-    )
     for convert in (True, False) if both else (latent.CONVERT,):
         latent.CONVERT = convert
         latent._module.cache_clear()
         for each, name, count in itertools.product(preset, shape, heads):
-            measured = measure(latent.OPERATIONS, each, name, count, bandwidth, device, rounds)
-            measured |= {"convert": latent.converts(device), "device": device_name(device)} | provenance(commit)
-            append_record(path, measured)
-            numbers = [f"{measured[key]:.4f}" for key in ("ms", "step_ms")]
-            ratios = [f"{measured[key]:.2f}" for key in ("ratio", "byte_limit_ratio", "bandwidth_used")]
-            peer = measured["peer"], f"{measured['peer_ms']:.4f}"
-            table.add_row(
-                each, name, str(count), measured["kernel"], *numbers, *peer, *ratios, f"{measured['relerr']:.1e}"
-            )
-            torch.cuda.empty_cache()
-    console.print(table)
+            record = measure(latent.OPERATIONS, each, name, count, bandwidth, device, rounds)
+            run.add(record | {"convert": latent.converts(device)})
+            clean(device)
+    times = "ms:.4f", "step_ms:.4f", "peer", "peer_ms:.4f", "ratio:.2f", "byte_limit_ratio:.2f", "bandwidth_used:.2f"
+    run.end("preset", "shape", "heads", "kernel", *times, "relerr:.1e")
 
+
+def gpu() -> torch.device:
+    """The first GPU. Raises `typer.BadParameter` if there is none."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("it needs a GPU, and there is none")
+    return torch.device("cuda", 0)
+
+
+# ---- step -------------------------------------------------------------------------------------------------------------
 
 #: DeepSeek-V2-Lite (its published configuration)
 V2_LITE = {
@@ -307,90 +271,16 @@ V2_LITE = {
 def build_model(layers: int, device: torch.device) -> Any:
     """The model with random weights in bfloat16."""
     config = AutoConfig.for_model("deepseek_v2", **V2_LITE | {"num_hidden_layers": layers})
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="lowbit_kv")
-    return model.eval()
+    return random_model(config, torch.bfloat16, device)
 
 
 def latents(batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    c, r = (torch.randn(batch, 1, tokens, width, dtype=torch.bfloat16, device=device) for width in (512, 64))
+    c, r = (torch.randn(batch, 1, tokens, width, dtype=torch.bfloat16, device=device) for width in (RANK, ROPE))
     return c, r
 
 
-def fill(cache: Any, batch: int, tokens: int, device: torch.device) -> None:
-    """Put random latents into every layer. `update` under SDPA stores them unchanged."""
-    for index in range(len(cache.layers)):
-        cache.update(*latents(batch, tokens, device), index)
-
-
-def times(step: Callable[[], Any], steps: int) -> float:
-    """Median milliseconds of a step, without the first two."""
-    milliseconds = []
-    for _ in range(steps + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        end.synchronize()
-        milliseconds.append(begin.elapsed_time(end))
-    return statistics.median(milliseconds[2:])
-
-
-def recorded(step: Callable[[], Any]) -> Callable[[], None]:
-    """The step as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(), step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def _steps(model: Any, cache: Any, batch: int, tokens: int) -> Callable[[], None]:
-    """A function that decodes one token of every row."""
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    position = torch.full((batch, 1), tokens, device=model.device)
-
-    def step() -> None:
-        model(token, position_ids=position, **as_argument(cache), use_cache=True)
-        position.add_(1)
-
-    return step
-
-
-def time_ours(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    model.set_attn_implementation("lowbit_kv")
-    cache = lb.MLAFP8Cache(model, max_cache_len=tokens + 3 * steps + 16)
-    fill_packed(cache, batch, tokens, model.device)
-    out = {"snapmla_bytes": int(cache.nbytes), "token_bytes": cache.packed_layers[0].store.token_bytes}  # type: ignore[union-attr]
-    step = _steps(model, cache, batch, tokens)
-    return out | {"snapmla_ms": times(step, steps), "recorded_ms": times(recorded(step), steps)}
-
-
-def time_stock(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    model.set_attn_implementation("sdpa")
-    cache: Any = DynamicCache(config=model.config)
-    fill(cache, batch, tokens, model.device)
-    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return {"stock_ms": times(_steps(model, cache, batch, tokens), steps), "stock_bytes": nbytes}
-
-
-@torch.inference_mode()
-def measure_step(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Measure the steps. Returns a record without provenance."""
-    out: dict[str, Any] = {"batch": batch, "tokens": tokens, "layers": model.config.num_hidden_layers}
-    out |= time_ours(model, batch, tokens, steps)
-    gc.collect()
-    torch.cuda.empty_cache()
-    out |= time_stock(model, batch, tokens, max(steps // 3, 3))
-    return out | {"ratio": out["stock_ms"] / out["recorded_ms"]}
-
-
 def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> None:
-    """Like `fill`, but packed: the kernels store the latents as they store a prompt."""
+    """Put random latents into every layer, stored by the kernels as they store a prompt."""
     for layer in cache.packed_layers:
         c, r = latents(batch, tokens, device)
         layer.lazy_initialization(c, r)
@@ -398,26 +288,62 @@ def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> No
         layer.restore(layer.snapshot()._replace(seen=tokens, mode="packed"))
 
 
+def step_ms(model: Any, cache: Any, batch: int, tokens: int, steps: int, graph: bool) -> float:
+    """Median milliseconds of steps that decode one token of every row. graph: the step as one CUDA graph."""
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    position = torch.full((batch, 1), tokens, device=model.device)
+
+    def step() -> None:
+        model(token, position_ids=position, **as_argument(cache), use_cache=True)
+        position.add_(1)
+
+    # with `before`, a sample is one call: each step stores a token, and the cache has room for few
+    candidate = Candidate("step", [step], graph, before=lambda: None)
+    return time_interleaved([candidate], model.device, steps)["step"]
+
+
+def time_ours(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
+    model.set_attn_implementation(lb.ATTENTION_NAME)
+    cache = lb.MLAFP8Cache(model, max_cache_len=tokens + 3 * steps + 16)
+    fill_packed(cache, batch, tokens, model.device)
+    out = {"snapmla_bytes": int(cache.nbytes), "token_bytes": cache.packed_layers[0].store.token_bytes}  # type: ignore[union-attr]
+    times = (step_ms(model, cache, batch, tokens, steps, graph) for graph in (False, True))
+    return out | dict(zip(("snapmla_ms", "recorded_ms"), times, strict=True))
+
+
+def time_stock(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
+    model.set_attn_implementation("sdpa")
+    cache: Any = DynamicCache(config=model.config)
+    for index in range(model.config.num_hidden_layers):
+        cache.update(*latents(batch, tokens, model.device), index)
+    nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return {"stock_ms": step_ms(model, cache, batch, tokens, steps, False), "stock_bytes": nbytes}
+
+
+@torch.inference_mode()
+def measure_step(model: Any, batch: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Measure the steps. Returns a record without provenance."""
+    out: dict[str, Any] = {"batch": batch, "tokens": tokens, "layers": model.config.num_hidden_layers}
+    out |= time_ours(model, batch, tokens, steps)
+    clean(model.device)
+    out |= time_stock(model, batch, tokens, max(steps // 3, 3))
+    return out | {"ratio": out["stock_ms"] / out["recorded_ms"]}
+
+
 def time_model(
-    batch: Annotated[int, typer.Option(min=1)] = 8,
+    batch: Rows = 8,
     tokens: Annotated[int, typer.Option(min=1)] = 32768,
-    layers: Annotated[int, typer.Option(min=2)] = 27,
+    layers: Layers = 27,
     steps: Annotated[int, typer.Option(min=3)] = 20,
-    record: Annotated[Path | None, typer.Option(help="by default eval/results/mla-step-GPU.jsonl")] = None,
-    commit: Annotated[str | None, typer.Option(help="of the measured code, where git does not know")] = None,
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Time a decode step of a DeepSeek-V2-Lite-shaped model on this GPU."""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("it needs a GPU, and there is none")
-    device = torch.device("cuda", 0)
-    measured = measure_step(build_model(layers, device), batch, tokens, steps)
-    path = results_path("mla-step", device_name(device)) if record is None else record
-    append_record(path, measured | {"device": device_name(device)} | provenance(commit))
-    table = Table("cache", "step ms", "bytes")
-    table.add_row("DynamicCache, SDPA", f"{measured['stock_ms']:.2f}", f"{measured['stock_bytes'] / 1e9:.2f} GB")
-    table.add_row("MLAFP8Cache", f"{measured['snapmla_ms']:.2f}", f"{measured['snapmla_bytes'] / 1e9:.2f} GB")
-    table.add_row("MLAFP8Cache, recorded", f"{measured['recorded_ms']:.2f}", "")
-    console.print(table, f"ratio {measured['ratio']:.2f}")
+    device = gpu()
+    run = Run("mla-step", str(device), commit, out)
+    run.add(measure_step(build_model(layers, device), batch, tokens, steps))
+    sizes = "stock_bytes:GB", "snapmla_bytes:GB"
+    run.end("stock_ms:.2f", "snapmla_ms:.2f", "recorded_ms:.2f", "ratio:.2f", *sizes)
 
 
 if __name__ == "__main__":

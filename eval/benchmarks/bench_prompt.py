@@ -35,17 +35,15 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
-from rich.filesize import decimal
 from rich.progress import track
-from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache
@@ -54,54 +52,40 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b
-from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, random_model
 from hf_lowbit_kv.eval.benchmarks.contenders import low_bit_cache
-from hf_lowbit_kv.eval.benchmarks.decode_cell import WrongResultError
-from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, attend_error, build
-from hf_lowbit_kv.eval.benchmarks.peers import Inputs
-from hf_lowbit_kv.eval.benchmarks.timing import Candidate, time_interleaved
+from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape, WrongResultError, attend_error, build
+from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, random_8b, seconds_of
+from hf_lowbit_kv.eval.benchmarks.result_files import (
+    BackendName,
+    Commit,
+    Device,
+    Dtype,
+    Layers,
+    Out,
+    PresetNames,
+    Rounds,
+    Rows,
+    Run,
+    Tiny,
+)
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, Inputs, time_interleaved
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, default_texts, load_model
 from hf_lowbit_kv.eval.perplexity import Expected, Scores, check_window, chunk_bounds, window_tokens
-from hf_lowbit_kv.eval.provenance import (
-    RESULTS,
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
-)
+from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 
 STOCK = "DynamicCache"
-console = wide_console()
 
 
 def read_seconds(model: Any, cache: Any, prompt: torch.Tensor, chunk: int | None) -> float:
     """Seconds of `generate` from `prompt` `[B, S]` to its first token, with an empty cache."""
     model.set_attn_implementation(lb.ATTENTION_NAME if isinstance(cache, lb.LowBitCache) else "sdpa")
-    _wait(model.device)
-    begin = time.perf_counter()
-    model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        **as_argument(cache),
-        do_sample=False,
-        max_new_tokens=1,
-        prefill_chunk_size=chunk,
-        pad_token_id=0,
-    )
-    _wait(model.device)
-    return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 1, "prefill_chunk_size": chunk, "pad_token_id": 0}
+    options |= {"attention_mask": torch.ones_like(prompt), **as_argument(cache)}
+    return seconds_of(model.device, lambda: model.generate(prompt, **options))
 
 
 def measure_reading(
@@ -141,81 +125,65 @@ def measure_reading(
 
 
 def time_models(
-    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable.")] = None,
+    preset: PresetNames = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Tokens of the prompt; repeatable.")] = None,
     chunk: Annotated[
         list[int] | None, typer.Option(help="Tokens read at a time; repeatable. Whole prompts too.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
-    backend: Annotated[str | None, typer.Option(help="Backend of our caches.")] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 32,
-    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
-    rounds: Annotated[int, typer.Option(help="Times each is read; the median counts.")] = 3,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/prefill-<device>.jsonl].")] = None,
+    batch: Rows = 1,
+    backend: BackendName = None,
+    layers: Layers = 32,
+    tiny: Tiny = False,
+    rounds: Rounds = 3,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Measure, and append a JSON line for each cache, length and way of reading."""
-    where = torch.device(device)
+    run = Run("prefill", device, commit, out)
     presets = preset or ["kivi-4"]
     for name in presets:
         lb.get_preset(name)
-    model = random_model(shape_8b(layers, tiny), torch.float32 if where.type == "cpu" else torch.bfloat16, where)
-    out = out or results_path("prefill", device_name(where))
-    chunks: list[int | None] = [None, *(chunk or [2048, 8192])]
-    contenders = [(name, each) for name in (STOCK, *presets) for each in chunks]
-    table = Table("cache", "backend", "tokens", "chunk", "s", "/ stock, whole", "/ stock, same chunk")
+    model = random_8b(run, layers, tiny)
+    contenders = list(itertools.product((STOCK, *presets), (None, *(chunk or [2048, 8192]))))
     with torch.no_grad():
         for length in tokens or [32768]:
             for record in measure_reading(model, contenders, batch, length, backend, rounds):
-                record |= {"model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers", "gpu": device_name(where)}
-                append_record(out, record | provenance(commit))
-                costs = (f"{record[key]:.3f}" for key in ("cost", "cost_same"))
-                read = "whole" if record["chunk"] is None else str(record["chunk"])
-                facts = (record["cache"], record["backend"] or "-", str(length), read, f"{record['seconds']:.3f}")
-                table.add_row(*facts, *costs)
-    console.print(table)
+                run.add(record)
+    run.end("cache", "backend", "tokens", "chunk", "seconds:.3f", "cost:.3f", "cost_same:.3f")
 
+
+# ---- attention --------------------------------------------------------------------------------------------------------
 
 HEADS, KV_HEADS = 32, 8
+
+
+def _attention(x: Inputs, backend: SDPBackend | None = None, **mask: Any) -> Callable[[], torch.Tensor]:
+    """PyTorch's 16-bit attention, with one of its backends or with the one that it chooses."""
+
+    def call() -> torch.Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=True, **mask)
+
+    return call
 
 
 def _chunk_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
     """16-bit attention of a chunk to a dense cache whose last tokens are the chunk."""
     queries, tokens = x.q.shape[2], x.k.shape[2]
-    causal = causal_lower_right(queries, tokens)
     mask = torch.ones(queries, tokens, dtype=torch.bool, device=x.q.device).tril(tokens - queries)
-
-    def flash() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=causal, enable_gqa=True)
-
-    def cudnn() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=True)
-
-    def masked() -> torch.Tensor:
-        return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=mask, enable_gqa=True)
-
-    return {"sdpa-flash": flash, "sdpa-cudnn": cudnn, "sdpa-mask": masked}
+    return {
+        "sdpa-flash": _attention(x, SDPBackend.FLASH_ATTENTION, attn_mask=causal_lower_right(queries, tokens)),
+        "sdpa-cudnn": _attention(x, SDPBackend.CUDNN_ATTENTION),
+        "sdpa-mask": _attention(x, attn_mask=mask),
+    }
 
 
 def _prompt_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
     """16-bit attention of a whole prompt to itself, with the kernel that PyTorch chooses and with each of two
     kernels."""
-
-    def with_backends(*backends: SDPBackend) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            with sdpa_kernel([*backends]):
-                return F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True)
-
-        return call
-
-    return {
-        "sdpa": lambda: F.scaled_dot_product_attention(x.q, x.k, x.v, is_causal=True, enable_gqa=True),
-        "sdpa-flash": with_backends(SDPBackend.FLASH_ATTENTION),
-        "sdpa-cudnn": with_backends(SDPBackend.CUDNN_ATTENTION),
-    }
+    kernels = {"sdpa": None, "sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
+    return {name: _attention(x, backend, is_causal=True) for name, backend in kernels.items()}
 
 
 def _usable(peers: dict[str, Callable]) -> dict[str, Callable]:
@@ -225,7 +193,7 @@ def _usable(peers: dict[str, Callable]) -> dict[str, Callable]:
             call()
             usable[name] = call
         except RuntimeError as error:  # the device does not have this peer
-            console.print(f"no {name}: {str(error).splitlines()[0]}", markup=False)
+            print(f"no {name}: {str(error).splitlines()[0]}")
     return usable
 
 
@@ -285,39 +253,32 @@ def time_attention(
     history: Annotated[list[int] | None, typer.Option(help="Tokens before a chunk; repeatable.")] = None,
     query_length: Annotated[list[int] | None, typer.Option(help="Tokens of a chunk; repeatable.")] = None,
     prompt: Annotated[list[int] | None, typer.Option(help="Tokens of a whole prompt; repeatable.")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="Preset; repeatable.")] = None,
+    preset: PresetNames = None,
     backend: Annotated[list[str] | None, typer.Option(help="triton, cuda, torch; repeatable.")] = None,
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16, float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     head_dim: Annotated[int, typer.Option(help="Head size.")] = 128,
-    rounds: Annotated[int, typer.Option(help="Samples of which the median is taken.")] = 5,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/prefill-<device>.jsonl].")] = None,
+    rounds: Rounds = 5,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Check and time attention of prompt chunks, and append a JSON line for each measurement."""
-    where, number = torch.device(device), getattr(torch, dtype)
-    out = out or results_path("prefill", device_name(where))
+    run = Run("prefill", device, commit, out, dtype=dtype, head_dim=head_dim)
+    where, number = run.device, getattr(torch, dtype)
     chunks = query_length or [512, 2048]
     work = [(measure_chunk, tokens + queries, queries) for tokens in history or [8192, 32768] for queries in chunks]
     work += [(measure_prompt, tokens, chunks[-1]) for tokens in prompt or [32768]]
-    table = Table("kind", "tokens", "queries", "preset", "backend", "ms", "ratio", "peers", "relerr")
     backends: list[str | None] = [*backend] if backend else [None]
-    for name in preset or ["kivi-4"]:
-        for name_of_backend in backends:
-            chosen = choice.choose_backend(name_of_backend, choice.Served(where, number, get_preset(name).spec()))
-            for measure, tokens, queries in work:
-                record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
-                record |= {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries}
-                record |= {"dtype": dtype, "head_dim": head_dim, "gpu": device_name(where)} | provenance(commit)
-                append_record(out, record)
-                peers = ", ".join(f"{peer} {ms:.3f}" for peer, ms in record["peers_ms"].items())
-                table.add_row(
-                    *(record["kind"], str(tokens), str(queries), name, chosen, f"{record['ms']:.3f}"),
-                    *(f"{record['ratio']:.2f}", peers, "-" if record["relerr"] is None else f"{record['relerr']:.1e}"),
-                )
-                gc.collect()
-    console.print(table)
+    for name, backend_name in itertools.product(preset or ["kivi-4"], backends):
+        chosen = choice.choose_backend(backend_name, choice.Served(where, number, get_preset(name).spec()))
+        for measure, tokens, queries in work:
+            record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
+            run.add(record | {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries})
+            gc.collect()
+    run.end("kind", "tokens", "query_length", "preset", "backend", "ms:.3f", "ratio:.2f", "peers_ms", "relerr:.1e")
 
+
+# ---- chunks -----------------------------------------------------------------------------------------------------------
 
 KL_PRESETS = ("kivi-2-sink", "kivi-4-sink", "eigen-2")
 #: sizes of chunks in tokens; 0: the prompt is read whole
@@ -412,24 +373,15 @@ def measure_kl(
 def measure_memory(model: Any, preset: str, tokens: int, chunk: int) -> dict[str, Any]:
     """One record. A random prompt `[1, tokens]` is read twice, first to measure memory, then to measure time."""
     ids = torch.randint(1, model.config.vocab_size, (1, tokens), device=model.device)
-    options: dict[str, Any] = {
-        "prefill_chunk_size": chunk,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "return_dict_in_generate": True,
-    }
+    options: dict[str, Any] = {"prefill_chunk_size": chunk, "do_sample": False, "pad_token_id": 0, "progress": False}
+    options |= {"return_dict_in_generate": True, "attention_mask": torch.ones_like(ids)}
 
     def read() -> Any:
-        mask = torch.ones_like(ids)
-        return lb.generate(model, ids, preset, 1, attention_mask=mask, progress=False, **options).past_key_values
+        return lb.generate(model, ids, preset, 1, **options).past_key_values
 
     lb.release(model)
     with PeakMemory(model.device) as peak:
         nbytes = int(read().nbytes)
-    _wait(model.device)
-    begin = time.perf_counter()
-    read()
-    _wait(model.device)
     return {
         "kind": "memory",
         "preset": preset,
@@ -438,54 +390,43 @@ def measure_memory(model: Any, preset: str, tokens: int, chunk: int) -> dict[str
         "chunk": chunk,
         "peak": peak.growth,
         "nbytes": nbytes,
-        "seconds": time.perf_counter() - begin,
+        "seconds": seconds_of(model.device, read),
     }
 
 
 def compare_chunks(
     memory: Annotated[bool, typer.Option("--memory", help="Memory and time of a large model instead of KL.")] = False,
-    preset: Annotated[
-        list[str] | None, typer.Option(help="Preset; repeatable [default: three, or kivi-4-sink].")
-    ] = None,
+    preset: PresetNames = None,
     chunk: Annotated[
         list[int] | None, typer.Option(help="Tokens read at a time, 0 for all; repeatable.", min=0)
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the prompt [default: 3584, or 32768].")] = None,
     behind: Annotated[int, typer.Option(help="Tokens after the prompt that are scored.", min=1)] = 512,
     text: Annotated[list[Path] | None, typer.Option(help="Text files; repeatable [default: two essays].")] = None,
-    layers: Annotated[int, typer.Option(help="Layers of the large model.")] = 32,
-    tiny: Annotated[bool, typer.Option(help="A tiny model in place of the large one, for a dry run.")] = False,
+    layers: Layers = 32,
+    tiny: Tiny = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu for KL, cuda for --memory].")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    commit: Commit = None,
     out: Annotated[Path, typer.Option(help="JSON lines.")] = RESULTS / "chunked-prompt.jsonl",
 ) -> None:
     """Measure, and append a JSON line for each preset and chunk size."""
     for name in preset or []:
         lb.get_preset(name)
-    where = torch.device(device or ("cuda" if memory else "cpu"))
+    run = Run("", device or ("cuda" if memory else "cpu"), commit, out)
     if memory:
-        dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-        model = random_model(shape_8b(layers, tiny), dtype, where)
-        known = {"model": "tiny" if tiny else f"llama-8b-shape-{layers}-layers", "gpu": device_name(where)}
-        length = tokens or 32768
-        table = Table("preset", "tokens", "chunk", "peak", "cache", "s")
+        model, length = random_8b(run, layers, tiny), tokens or 32768
         for name in preset or ["kivi-4-sink"]:
             measure_memory(model, name, min(length, 2048), 512)  # compiles kernels
             for size in chunk or MEMORY_CHUNKS:
-                record = measure_memory(model, name, length, size)
-                append_record(out, record | known | provenance(commit))
-                memories = (decimal(record[key] or 0) for key in ("peak", "nbytes"))
-                table.add_row(name, str(length), str(size or "whole"), *memories, f"{record['seconds']:.2f}")
-    else:
-        model, tokenizer = load_model(None, device=where)
-        texts: Any = text
-        records = measure_kl(model, tokenizer, preset or KL_PRESETS, texts, tokens or 3584, behind, chunk or KL_CHUNKS)
-        table = Table("preset", "prompt", "chunk", "KL from full precision", "KL from whole", "same first choice")
-        for record in records:
-            append_record(out, record | {"model": BUNDLED_MODEL, "gpu": device_name(where)} | provenance(commit))
-            numbers = f"{record['kl']:.4f}", f"{record['kl_whole']:.4f}", f"{record['top1']:.3f}"
-            table.add_row(record["preset"], str(record["prompt"]), str(record["chunk"] or "whole"), *numbers)
-    console.print(table)
+                run.add(measure_memory(model, name, length, size))
+        run.end("preset", "tokens", "chunk", "peak:GB", "nbytes:GB", "seconds:.2f")
+        return
+    model, tokenizer = load_model(None, device=run.device)
+    run.common["model"] = BUNDLED_MODEL
+    texts: Any = text
+    for record in measure_kl(model, tokenizer, preset or KL_PRESETS, texts, tokens or 3584, behind, chunk or KL_CHUNKS):
+        run.add(record)
+    run.end("preset", "prompt", "chunk", "kl:.4f", "kl_whole:.4f", "top1:.3f")
 
 
 if __name__ == "__main__":

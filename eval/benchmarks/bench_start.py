@@ -22,7 +22,16 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from transformers import LogitsProcessor
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import NAME
+from hf_lowbit_kv.eval.benchmarks.random_models import StepClock, llama_8b, random_model, wait, weight_bytes
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Out, Rows, Run, Tiny
+from hf_lowbit_kv.eval.benchmarks.timing import read_bandwidth
+from hf_lowbit_kv.eval.provenance import run_command
 
 #: environment variables for folders of compiled kernels
 FOLDERS = ("HF_LOWBIT_KV_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -34,25 +43,10 @@ def measure(
     started: float, step_kind: str, preset: str, tokens: int, batch: int, device: str, tiny: bool
 ) -> dict[str, Any]:
     """Measure one call of `lb.generate` in this process. started: start of the process, seconds since the epoch."""
-    import torch
-    from transformers import LogitsProcessor
-
-    import hf_lowbit_kv as lb
-    from hf_lowbit_kv.cache.cache_argument import NAME
-    from hf_lowbit_kv.eval.benchmarks.bench_generate import shape_8b, weight_bytes
-    from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
-    from hf_lowbit_kv.eval.benchmarks.contenders import StepClock
-    from hf_lowbit_kv.eval.benchmarks.timing import read_bandwidth
-    from hf_lowbit_kv.eval.provenance import device_name, provenance
-
     import_s = time.time() - started
     where = torch.device(device)
-    model = random_model(shape_8b(32, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
+    model = random_model(llama_8b(32, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=where)
-
-    def wait() -> None:
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
 
     class Known(LogitsProcessor):
         """Notes the times at which the first and the tenth token are known. It waits for the GPU only at these two."""
@@ -63,12 +57,12 @@ def measure(
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             if self.calls in (1, 10):
-                wait()
+                wait(where)
                 self.seconds[self.calls] = time.perf_counter() - begin
             return scores
 
     known, clock = Known(), StepClock(where)
-    wait()
+    wait(where)
     begin = time.perf_counter()
     out = lb.generate(
         *(model, ids, preset, NEW_TOKENS),
@@ -91,9 +85,7 @@ def measure(
         "tenth_token_s": known.seconds[10],
         "step_ms": statistics.median(steps),
         "limit_ms": moved / read_bandwidth(where) * 1e3,
-        "gpu": device_name(where),
         "model": "tiny" if tiny else "llama-8b-shape-32-layers",
-        **provenance(),
     }
 
 
@@ -123,12 +115,12 @@ def main(
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-2",
     tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 1000,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run.")] = "cuda",
-    tiny: Annotated[bool, typer.Option(help="A tiny model instead, for a dry run.")] = False,
+    batch: Rows = 1,
+    device: Device = "cuda",
+    tiny: Tiny = False,
     child: Annotated[float | None, typer.Option(hidden=True, help="When the process was started.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/start-<device>.jsonl].")] = None,
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Measure, print a table, and append a JSON line for each process."""
     ways = step_kinds or ["recorded"]
@@ -137,27 +129,15 @@ def main(
     if child is not None:
         print(_MARK + json.dumps(measure(child, ways[0], preset, tokens, batch, device, tiny)), flush=True)
         return
-    from rich.table import Table
-
-    from hf_lowbit_kv.eval.provenance import append_record, results_path, wide_console
-
-    columns = ("how", "cold", "import_s", "first_token_s", "tenth_token_s", "step_ms", "limit_ms")
-    table, console = Table(*columns), wide_console()
+    run = Run("start", device, commit, out)
     for way in ways:
         with tempfile.TemporaryDirectory() as folder:
             for cold in (True, False):
                 arguments = ["--how", way, "--preset", preset, "--tokens", str(tokens), "--batch", str(batch)]
                 arguments += ["--device", device, *(["--tiny"] if tiny else [])]
-                record = {**in_a_fresh_process(Path(folder), arguments), "cold": cold}
-                if commit is not None:
-                    record["commit"] = commit
-                append_record(out or results_path("start", record["gpu"]), record)
-                shown = (record[name] for name in columns)
-                table.add_row(*(f"{x:.2f}" if isinstance(x, float) else str(x) for x in shown))
-    console.print(table)
+                run.add({**in_a_fresh_process(Path(folder), arguments), "cold": cold})
+    run.end("how", "cold", "import_s:.2f", "first_token_s:.2f", "tenth_token_s:.2f", "step_ms:.2f", "limit_ms:.2f")
 
 
 if __name__ == "__main__":
-    from hf_lowbit_kv.eval.provenance import run_command
-
     run_command(main)

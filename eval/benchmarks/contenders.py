@@ -1,6 +1,4 @@
-"""Caches of many tokens for decoding, ours and transformers', and the clock that times the steps of `generate`.
-
-`bench_generate.py` and `bench_batch.py` use this module. Caches are filled directly with random keys and values,
+"""Caches of many tokens for decoding, ours and transformers'. Caches are filled directly with random keys and values,
 because the numbers do not change a step's reads. Reading a prompt of 128k tokens would take most of a minute.
 """
 
@@ -8,17 +6,17 @@ from __future__ import annotations
 
 import functools
 import re
-import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import CompileConfig, DynamicCache, LogitsProcessor, QuantizedCache, StaticCache
+from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import Progress
 from hf_lowbit_kv.eval.benchmarks.packed_layer import fill, random_parameters
+from hf_lowbit_kv.eval.benchmarks.random_models import StepClock
 from hf_lowbit_kv.generation.compiling import compile_config
 from hf_lowbit_kv.presets import get_preset
 
@@ -26,32 +24,6 @@ from hf_lowbit_kv.presets import get_preset
 HEADROOM = 512
 #: modes whose steps are recorded
 RECORDED = ("recorded", "unfused")
-
-
-class StepClock(LogitsProcessor):
-    """A logits processor that notes the times of its calls. The time between two calls is that of a step, CPU work and
-    waiting included. On a GPU, events in the GPU's stream take the times, so the CPU never waits for the GPU."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.ticks: list[Any] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cuda":
-            tick: Any = torch.cuda.Event(enable_timing=True)
-            tick.record()
-        else:
-            tick = time.perf_counter()
-        self.ticks.append(tick)
-        return scores
-
-    def steps_ms(self, skip: int = 2) -> list[float]:
-        """Milliseconds of each step without the first `skip` ones, which start on an idle GPU."""
-        pairs = list(zip(self.ticks, self.ticks[1:]))[skip:]
-        if self.device.type != "cuda":
-            return [(end - begin) * 1e3 for begin, end in pairs]
-        torch.cuda.synchronize(self.device)
-        return [begin.elapsed_time(end) for begin, end in pairs]
 
 
 @dataclass(eq=False)
@@ -296,3 +268,38 @@ def set_length(cache: lb.LowBitCache, tokens: int) -> None:
         length = torch.full_like(state.length, tokens)
         paged = torch.full_like(state.paged, spec.paged_after(tokens - spec.sink))
         layer.restore(Progress(length, paged, tokens, "packed"))
+
+
+# ---- names ------------------------------------------------------------------------------------------------------------
+
+
+def is_host(name: str) -> bool:
+    """Whether a cache is one of transformers'."""
+    return name.endswith("Cache") or name.startswith("quanto")
+
+
+class Wanted(NamedTuple):
+    """A contender as named on the command line."""
+
+    name: str
+    backend: str | None
+    mode: str
+    longest: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Wanted:
+        """Parse `NAME[:BACKEND]/MODE[@TOKENS]`. The contender is timed at lengths up to TOKENS."""
+        match = re.fullmatch(r"([^:/@]+)(?::(\w+))?/(eager|recorded|unfused|compiled|tuned)(?:@(\d+))?", text)
+        if match is None:
+            raise ValueError(
+                f"contender={text!r} is not understood; allowed: NAME[:BACKEND]/MODE[@TOKENS], MODE eager, recorded, "
+                "unfused, compiled or tuned"
+            )
+        return cls(match[1], match[2], match[3], int(match[4]) if match[4] else None)
+
+    @property
+    def is_host(self) -> bool:
+        return is_host(self.name)
+
+    def at(self, length: int) -> bool:
+        return self.longest is None or length <= self.longest

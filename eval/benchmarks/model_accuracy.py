@@ -1,39 +1,54 @@
-"""Accuracy on any model: presets, and transformers' own quantized caches, against the full-precision cache.
+"""Any model, with presets, with transformers' own quantized caches, and with the full-precision cache.
 
-    python -m hf_lowbit_kv.eval.benchmarks.model_accuracy --model FOLDER --name "Qwen2.5-Coder-1.5B-Instruct" \
+    python -m hf_lowbit_kv.eval.benchmarks.model_accuracy kl --model FOLDER --name "Qwen2.5-Coder-1.5B-Instruct" \
         --text prose.txt --text code.txt --context 4096 --context 16384
+    python -m hf_lowbit_kv.eval.benchmarks.model_accuracy texts --model FOLDER --name "Qwen2.5-Coder-1.5B-Instruct"
 
-One record for each preset, text and context: `kl` (mean, nats), `kl_p99`, `kl_p999` (percentiles over positions),
+`kl`: one record for each preset, text and context: `kl` (mean, nats), `kl_p99`, `kl_p999` (percentiles over positions),
 `top1`, and what `eval perplexity` has. Positions from an eighth of the context on are scored. Presets are read in one
 forward pass (`perplexity.score`). Peers are read in chunks of 128 tokens, which is what they meet in decoding: they
 quantize all history again whenever 128 tokens are in full precision. Calibrate before: presets that need a calibration
 find it in the user's folder.
+
+`texts`: one prompt, answered with each cache: the texts, and the bytes of the caches. The prompt is the beginning of an
+essay, and a request to sum it up. Answers are greedy. Peers need `pip install optimum-quanto hqq ninja`.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.progress import Progress
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, QuantizedCache
 
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.benchmarks.measure import TRANSCRIPT
+from hf_lowbit_kv.eval.benchmarks.result_files import (
+    Commit,
+    Device,
+    Dtype,
+    ModelName,
+    Out,
+    PresetNames,
+    RecordedName,
+    Run,
+)
 from hf_lowbit_kv.eval.cache_sizes import sizes
 from hf_lowbit_kv.eval.local_models import default_texts, essay, package_folder
 from hf_lowbit_kv.eval.perplexity import CHUNK, Scores, position_edges, score, score_windows, window_tokens
 from hf_lowbit_kv.eval.preset_search import fitting_presets
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 
 #: transformers' quantized caches: name -> backend, bits and axis of keys. With the advised axes, 0 of quanto and 1 of HQQ,
@@ -50,7 +65,7 @@ OUT = results_path("accuracy", "models")
 LIBRARY = ("tarfile", "typing", "inspect", "_pydecimal", "difflib")
 #: of each text; 32,768 tokens have fewer
 MOST_CHARACTERS = 250_000
-console = wide_console()
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def offline_texts() -> list[Text]:
@@ -109,53 +124,121 @@ def weights_digest(folder: str) -> str | None:
     return digest.hexdigest()
 
 
-def main(
-    model: Annotated[str, typer.Option(help="Folder or hub name.")],
-    text: Annotated[list[Path] | None, typer.Option(help="Texts, repeatable [default: four kinds].")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model in the records [default: --model].")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Tokens, repeatable [default: 4096].")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="Repeatable [default: all that fit the model].")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(PEERS)}.")] = None,
-    dtype: Annotated[str, typer.Option(help="Data type of the model.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Device.")] = "cuda" if torch.cuda.is_available() else "cpu",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines.")] = OUT,
-) -> None:
-    """Score presets and peers on texts; append a record for each."""
-    sources = [read_text(path) for path in text] if text else offline_texts()
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def load(run: Run, model: str, name: str | None, dtype: str) -> tuple[Any, Any]:
+    """The model of a folder or of the hub, and its tokenizer. The records of the run get what it is."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
     )
-    loaded = loaded.to(device).eval()
+    run.common |= {"model": name or model, "weights": weights_digest(model), "dtype": dtype}
+    return loaded.to(run.device).eval(), AutoTokenizer.from_pretrained(model)
+
+
+def measure_kl(
+    model: ModelName,
+    text: Annotated[list[Path] | None, typer.Option(help="Texts, repeatable [default: four kinds].")] = None,
+    name: RecordedName = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens, repeatable [default: 4096].")] = None,
+    preset: PresetNames = None,
+    peer: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(PEERS)}.")] = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = DEVICE,
+    commit: Commit = None,
+    out: Out = OUT,
+) -> None:
+    """Score presets and peers on texts; append a record for each."""
+    run = Run("", device, commit, out)
+    sources = [read_text(path) for path in text] if text else offline_texts()
+    loaded, tokenizer = load(run, model, name, dtype)
     presets = fitting_presets(loaded)[0] if preset is None else preset
-    common = {"model": name or model, "weights": weights_digest(model), "dtype": dtype, "device": device_name(device)}
-    common |= provenance(commit)
-    shown = Table(title=str(name or model))
-    for column in ("context", "text", "preset", "KL", "99 %", "99.9 %", "top-1"):
-        shown.add_column(column, justify="left" if column in ("text", "preset") else "right")
-    for tokens in context or [4096]:
+    factories = {each: functools.partial(from_preset, each, loaded) for each in presets}
+    for tokens, source in itertools.product(context or [4096], sources):
         start = tokens // 8
-        for source in sources:
-            label = Path(source.name).stem
-            (window,) = window_tokens(source, tokenizer, tokens, 1)
-            measured: dict[str, Scores] = {}
-            factories = {each: functools.partial(from_preset, each, loaded) for each in presets}
-            found = score(factories, [source], loaded, tokenizer, tokens, start, parallel=True, progress=False)
-            measured |= {each: scores for each, (scores,) in found.items()}
-            for each in peer or ():
-                measured[each] = score_peer(functools.partial(peer_cache, each, loaded), window, loaded, start)
-            bits = sizes(factories, loaded, tokens)
-            for each, scores in measured.items():
-                row = scores.means() | {"by_position": scores.by_position(position_edges(start, tokens))}
-                size = {"bits_per_value": bits[each].bits} if each in bits else {}
-                append_record(
-                    out, common | {"preset": each, "text": label, "context": tokens, "start": start} | size | row
-                )
-                numbers = (f"{row[key]:.5f}" for key in ("kl", "kl_p99", "kl_p999", "top1"))
-                shown.add_row(str(tokens), label, each, *numbers)
-    console.print(shown)
+        (window,) = window_tokens(source, tokenizer, tokens, 1)
+        scored = score(factories, [source], loaded, tokenizer, tokens, start, parallel=True, progress=False)
+        measured = {each: scores for each, (scores,) in scored.items()}
+        for each in peer or ():
+            measured[each] = score_peer(functools.partial(peer_cache, each, loaded), window, loaded, start)
+        bits = sizes(factories, loaded, tokens)
+        for each, scores in measured.items():
+            of_text = {"preset": each, "text": Path(source.name).stem, "context": tokens, "start": start}
+            size = {"bits_per_value": bits[each].bits} if each in bits else {}
+            figures = scores.means() | {"by_position": scores.by_position(position_edges(start, tokens))}
+            run.add(of_text | size | figures)
+    run.end("context", "text", "preset", "kl:.5f", "kl_p99:.5f", "kl_p999:.5f", "top1:.5f")
+
+
+# ---- texts ------------------------------------------------------------------------------------------------------------
+
+TEXTS_OUT = results_path("peer-texts", "models")
+#: of the essay, so many characters
+CHARACTERS = 8000
+REQUEST = "Summarize this text in three sentences."
+#: the model's own cache
+FULL_CACHE = "16 bits"
+
+
+def nbytes(thing: Any) -> int:
+    """Bytes of all tensors in a cache layer of transformers, also of those that are made of others."""
+    if isinstance(thing, torch.Tensor):
+        parts = thing.__tensor_flatten__()[0] if hasattr(thing, "__tensor_flatten__") else None
+        return thing.nbytes if parts is None else sum(nbytes(getattr(thing, part)) for part in parts)
+    if isinstance(thing, Mapping):
+        return sum(map(nbytes, thing.values()))
+    return sum(map(nbytes, thing)) if isinstance(thing, (list, tuple)) else 0
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes that a cache has allocated."""
+    ours = getattr(cache, "nbytes", None)
+    return sum(nbytes(vars(layer)) for layer in cache.layers) if ours is None else int(ours)
+
+
+@torch.no_grad()
+def answer(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int) -> list[int]:
+    """The tokens that greedy `generate` writes after `ids` `[1, n]`."""
+    tokens = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **as_argument(cache),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        repetition_penalty=1.0,
+    )
+    return tokens[0, ids.shape[1] :].tolist()
+
+
+def write_texts(
+    model: ModelName,
+    name: RecordedName = None,
+    preset: Annotated[list[str], typer.Option(help="Repeatable.")] = ["int8", "kivi-4-sink"],  # noqa: B006
+    peer: Annotated[list[str], typer.Option(help=f"Repeatable: {', '.join(PEERS)}.")] = ["quanto-4", "hqq-4"],  # noqa: B006
+    new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 60,
+    characters: Annotated[int, typer.Option(help="Of the essay.")] = CHARACTERS,
+    dtype: Dtype = "bfloat16",
+    device: Device = DEVICE,
+    commit: Commit = None,
+    out: Out = TEXTS_OUT,
+) -> None:
+    """Answer the prompt with each cache; append a record for each."""
+    run = Run("", device, commit, out, request=REQUEST)
+    loaded, tokenizer = load(run, model, name, dtype)
+    text = essay("worked").read_text(encoding="utf-8")[:characters]
+    messages = [{"role": "user", "content": f"{text}\n\n{REQUEST}"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = ids["input_ids"].to(run.device)
+    run.common["prompt_tokens"] = ids.shape[1]
+    for each in (FULL_CACHE, *preset, *peer):
+        loaded.set_attn_implementation(ATTENTION_NAME if each in preset else "sdpa")
+        cache: Any
+        if each == FULL_CACHE:
+            cache = DynamicCache(config=loaded.config)
+        else:
+            cache = from_preset(each, loaded) if each in preset else peer_cache(each, loaded)
+        tokens = answer(loaded, ids, cache, new_tokens)
+        written = tokenizer.decode(tokens, skip_special_tokens=True)
+        run.add({"cache": each, "new_tokens": len(tokens), "text": written, "cache_bytes": cache_bytes(cache)})
+    run.end("cache", "cache_bytes", "text")
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(kl=measure_kl, texts=write_texts)

@@ -29,21 +29,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
-from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME
 from hf_lowbit_kv.eval.benchmarks import ruler_tasks
-from hf_lowbit_kv.eval.benchmarks.model_accuracy import weights_digest
+from hf_lowbit_kv.eval.benchmarks.model_accuracy import DEVICE, load
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Dtype, ModelName, Out, RecordedName, Run
 from hf_lowbit_kv.eval.chunked_reader import packs
 from hf_lowbit_kv.eval.local_models import package_folder
-from hf_lowbit_kv.eval.provenance import append_record, device_name, provenance, results_path, run_command, wide_console
+from hf_lowbit_kv.eval.provenance import results_path, run_command
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.requests.result import Result
 
@@ -64,7 +60,6 @@ for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)
 exec(compile(sys.argv[3], "answer", "exec", dont_inherit=True), {"__name__": "__main__"})
 """
 OUT = results_path("tasks", "models")
-console = wide_console()
 
 
 class Item(NamedTuple):
@@ -227,7 +222,7 @@ def scores(questions: list[Asked], results: list[Result]) -> list[float]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="Folder or hub name.")],
+    model: ModelName,
     preset: Annotated[list[str], typer.Option(help="Repeatable.")],
     task: Annotated[
         list[str] | None, typer.Option(help=f"Repeatable [default: all]: ruler, {', '.join(TASKS)}.")
@@ -235,12 +230,12 @@ def main(
     context: Annotated[
         list[int] | None, typer.Option(help="Tokens of RULER's prompts with answers, repeatable [default: 4096].")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model in the records [default: --model].")] = None,
+    name: RecordedName = None,
     limit: Annotated[int, typer.Option(help=f"Most items of a task; 0: all, and {RULER_ITEMS} of RULER's.")] = 0,
-    dtype: Annotated[str, typer.Option(help="Data type of the model.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="Device.")] = "cuda" if torch.cuda.is_available() else "cpu",
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path, typer.Option(help="JSON lines.")] = OUT,
+    dtype: Dtype = "bfloat16",
+    device: Device = DEVICE,
+    commit: Commit = None,
+    out: Out = OUT,
 ) -> None:
     """Answer each task with each preset; append a record for each. A preset answers all tasks of a context at once."""
     for each in task or ():
@@ -248,14 +243,8 @@ def main(
             raise typer.BadParameter(f"task={each!r} is not known; allowed: ruler, {', '.join(TASKS)}")
     for which in preset:
         get_preset(which)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
-    )
-    loaded = loaded.to(device).eval()
-    common = {"model": name or model, "weights": weights_digest(model), "dtype": dtype, "device": device_name(device)}
-    common |= provenance(commit)
-    shown = Table("task", "context", "preset", "score", "items", "packed")
+    run = Run("", device, commit, out)
+    loaded, tokenizer = load(run, model, name, dtype)
     chosen = dict.fromkeys(x for each in task or TASKS for x in (ruler_tasks.TASKS if each == "ruler" else [each]))
     groups: list[tuple[int | None, list[str]]]
     groups = [(None, [each for each in chosen if each in WORKED])]
@@ -269,19 +258,18 @@ def main(
             graded = list(zip(questions, results, scores(questions, results), strict=True))
             for each in names:
                 own = [(x.name, len(x.ids), len(y.generated_tokens), z) for x, y, z in graded if x.task == each]
-                record = common | {"task": each, "preset": which, "context": length, "items": len(own)}
-                record |= {
-                    "score": statistics.fmean(x[3] for x in own),
-                    "packed_share": packed_share(which, [x[1] + x[2] for x in own]),
-                    "prompt_tokens": statistics.fmean(x[1] for x in own),
-                    "seconds_of_all": seconds,
-                    "failed": [x[0] for x in own if x[3] < 1],
-                }
-                append_record(out, record)
-                share = f"{record['packed_share']:.2f}"
-                shown.add_row(each, str(length or ""), which, f"{record['score']:.3f}", str(len(own)), share)
-            console.print(f"{which}, {length or 'worked examples'}: {len(questions)} answers in {seconds:.0f} s")
-    console.print(shown)
+                run.add(
+                    {
+                        **{"task": each, "preset": which, "context": length, "items": len(own)},
+                        "score": statistics.fmean(x[3] for x in own),
+                        "packed_share": packed_share(which, [x[1] + x[2] for x in own]),
+                        "prompt_tokens": statistics.fmean(x[1] for x in own),
+                        "seconds_of_all": seconds,
+                        "failed": [x[0] for x in own if x[3] < 1],
+                    }
+                )
+            print(f"{which}, {length or 'worked examples'}: {len(questions)} answers in {seconds:.0f} s")
+    run.end("task", "context", "preset", "score:.3f", "items", "packed_share:.2f")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, Shape, build
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.paged_store import LayerStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import modules, nvrtc
@@ -75,10 +74,7 @@ class OtherTree:
 
     def operations(self) -> Any:
         """The other tree's `hf_lowbit_kv.backends.operations`. It takes a `Chunk` and a `LayerStore` of this tree."""
-        operations = self.module("backends.operations")
-        if not (self.folder / OURS / "storage" / "step.py").is_file():
-            return _OneByOne(operations)
-        return _TheirChunks(operations, self.module("storage.step").Chunk)
+        return _TheirChunks(self.module("backends.operations"), self.module("storage.step").Chunk)
 
     def spec(self, spec: Any, widths: tuple[int, int], dtype: Any) -> Any:
         """The other tree's `LayerSpec` from the same text. widths: channels of keys and of values.
@@ -115,27 +111,6 @@ class _TheirChunks:
             return operation(chunk, *rest)
 
         return call
-
-
-class _OneByOne:
-    """Operations of a tree without `Chunk`. They take each tensor and option as its own argument."""
-
-    def __init__(self, operations: ModuleType):
-        self._operations = operations
-
-    def attend(self, chunk: Chunk, store: LayerStore, backend: str) -> Any:
-        return self._operations.attend(*self._arguments(chunk, store, backend))
-
-    def step(self, chunk: Chunk, store: LayerStore, backend: str) -> Any:
-        return self._operations.step(*self._arguments(chunk, store, backend))
-
-    def append(self, chunk: Chunk, store: LayerStore, backend: str) -> None:
-        self._operations.append(chunk.k, chunk.v, chunk.mask, store.state, store.spec, backend)
-
-    @staticmethod
-    def _arguments(chunk: Chunk, store: LayerStore, backend: str) -> tuple:
-        q, k, v, mask, scaling, softcap, sinks, seen, _ = chunk
-        return q, k, v, mask, store.state, store.spec, scaling, softcap, sinks, backend, seen
 
 
 def _archive(commit: str) -> bytes:

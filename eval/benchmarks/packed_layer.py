@@ -327,6 +327,10 @@ def _fill_side(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
+class WrongResultError(RuntimeError):
+    """A check failed, so nothing was timed."""
+
+
 def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
     """Relative error of the backend's step, compared with float32 attention over the same packed bytes, and the bound
     of this error. The bound is twice the error of plain 16-bit attention over the unpacked tokens (of the first row),

@@ -26,25 +26,16 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
-from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.eval.benchmarks.bench_memory import PeakMemory, llama_8b
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
-from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
+from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, llama_8b
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Out, PresetNames, Run
 from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
-from hf_lowbit_kv.eval.provenance import (
-    RESULTS,
-    append_record,
-    device_name,
-    provenance,
-    results_path,
-    run_command,
-    wide_console,
-)
+from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.generation import recording
 
 PRESETS = ("dense", "int8", "kivi-4-sink", "kivi-2", "eigen-2")
@@ -55,7 +46,6 @@ CASES = ("1x131072", "8x32768")
 WEIGHTS_LIMIT = 50e9
 #: size of the compared text: rows, tokens of the prompt, new tokens
 TEXT = (2, 1500, 32)
-console = wide_console()
 
 
 class TextsDifferError(RuntimeError):
@@ -82,17 +72,13 @@ class BatchSize(NamedTuple):
 
 def llama_70b(layers: int = 80) -> LlamaConfig:
     """A configuration of the shape of Llama 3.1 70B."""
-    config = llama_8b(layers)
-    config.update({"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64})
-    return config
+    return llama_8b(layers, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
 
 
 def tiny(layers: int = 2) -> LlamaConfig:
     """A shape for a dry run on a CPU, with four KV heads."""
-    config = llama_8b(layers)
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config.update({**sizes, "head_dim": 64, "vocab_size": 96})
-    return config
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
+    return llama_8b(tiny=True, **sizes)
 
 
 SHAPES = {"llama-8b": llama_8b, "llama-70b": llama_70b, "tiny": tiny}
@@ -113,7 +99,6 @@ def _weights(config: LlamaConfig) -> int:
 
 def split_model(config: LlamaConfig, processes: Processes, device: torch.device, seed: int = 0) -> Any:
     """A model with random weights, split over the processes. The weights are the same for any number of processes."""
-    config.max_position_embeddings = 2**21  # beyond it transformers warns
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
@@ -242,14 +227,10 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def kv_heads_here(model: Any, processes: Processes) -> int:
-    return model.config.num_key_value_heads // processes.count
-
-
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(SHAPES)}.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model [default: as many as fit].")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help=f"Repeatable [default: {', '.join(PRESETS)}].")] = None,
+    preset: PresetNames = None,
     mode: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(MODES)}.")] = None,
     case: Annotated[
         list[str] | None, typer.Option(help=f"ROWSxTOKENS, repeatable [default: {', '.join(CASES)}].")
@@ -257,8 +238,8 @@ def main(
     reference: Annotated[Path | None, typer.Option(help="Folder with texts of one GPU; N = 1 writes it.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
     rounds: Annotated[int, typer.Option(help="Samples.")] = 3,
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON lines [default: eval/results/parallel-<gpu>.jsonl].")] = None,
+    commit: Commit = None,
+    out: Out = None,
 ) -> None:
     """Compare texts, then time decode steps; rank 0 appends a JSON line for each preset, mode and case."""
     cases = [BatchSize.parse(text) for text in case or CASES]
@@ -270,105 +251,35 @@ def main(
     device = processes.device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    faults, rows = [], []
+    run = Run("parallel", str(device), commit, out, ranks=processes.count)
     for name in shapes:
         count = fitting_layers(name) if layers is None else layers
         model = split_model(SHAPES[name](count), processes, device)
-        common = {"gpu": device_name(device), "ranks": processes.count, "shape": name, "layers": count}
-        common |= {"dtype": str(model.dtype).removeprefix("torch.")}
-        common |= provenance(commit)
+        run.common |= {"shape": name, "layers": count, "dtype": str(model.dtype).removeprefix("torch.")}
         for each in preset or PRESETS:
             try:
                 texts = check_texts(each, model, processes, reference and reference / name)
             except TextsDifferError as error:
-                faults.append(f"{name} {each}: {error}")
+                run.faults.append(f"{name} {each}: {error}")
                 continue
             for step_mode, size in itertools.product(modes, cases):
-                record = (
-                    common | {"preset": each, "mode": step_mode, "batch": size.batch, "tokens": size.tokens} | texts
-                )
-                record |= _filled_and_timed(each, step_mode, size, model, processes, steps, rounds)
-                rows.append(record)
+                contender = make(each, step_mode, model, size.batch, size.tokens + HEADROOM)
+                contender.kv_heads = model.config.num_key_value_heads // processes.count
+                contender.fill(size.tokens)
+                times = timed(contender, processes, steps, rounds)
                 if processes.is_first:
-                    append_record(out or results_path("parallel", device_name(device)), record)
+                    of_case = {"preset": each, "mode": step_mode, "batch": size.batch, "tokens": size.tokens}
+                    run.add(of_case | texts | times)
+                del contender
         lb.release(model)
         del model
         gc.collect()
     leave()
     if processes.is_first:
-        if rows:
-            console.print(table(rows))
-        for fault in faults:
-            console.print(f"FAILED, not timed: {fault}", markup=False)
-    if faults:
+        times_shown = "step_ms:.2f", "tokens_per_second:.1f", "nbytes", "why_eager"
+        run.end("shape", "layers", "preset", "mode", "batch", "tokens", *times_shown, "rows_equal", "rows_near_tie")
+    elif run.faults:
         raise typer.Exit(1)
-
-
-def _filled_and_timed(
-    preset: str, mode: str, case: BatchSize, model: Any, processes: Processes, steps: int, rounds: int
-) -> dict[str, Any]:
-    contender = make(preset, mode, model, case.batch, case.tokens + HEADROOM)
-    contender.kv_heads = kv_heads_here(model, processes)
-    contender.fill(case.tokens)
-    return timed(contender, processes, steps, rounds)
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """A table of the records of a run."""
-    shown = Table(title=f"{rows[0]['ranks']} x {rows[0]['gpu']}, tensor parallelism")
-    for column in (
-        "shape",
-        "layers",
-        "preset",
-        "mode",
-        "rows x tokens",
-        "ms per step",
-        "tokens/s",
-        "GB per rank",
-        "texts",
-    ):
-        shown.add_column(column, justify="left" if column in ("shape", "preset", "mode") else "right")
-    for row in rows:
-        texts = f"{row['rows_equal']} equal, {row['rows_near_tie']} near-ties" if "rows_equal" in row else ""
-        shown.add_row(
-            row["shape"],
-            str(row["layers"]),
-            row["preset"],
-            "eager (not recorded)" if row["why_eager"] else row["mode"],
-            f"{row['batch']} x {row['tokens']}",
-            f"{row['step_ms']:.2f}",
-            f"{row['tokens_per_second']:.1f}",
-            ", ".join(f"{count / 1e9:.3f}" for count in row["nbytes"]),
-            texts,
-        )
-    return shown
-
-
-def page_table(folder: Path = RESULTS) -> str:
-    """The table of `docs/several-gpus.md`: recorded steps on one GPU and on two, from the newest records in which both
-    ran on the same kind of GPU."""
-    newest: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
-    for path in sorted(folder.glob("parallel-*.jsonl")):
-        for record in current_records(path):
-            if record["mode"] == "recorded":
-                key = (*(record[name] for name in ("gpu", "shape", "layers", "preset", "batch", "tokens")),)
-                newest.setdefault(key, {})[record["ranks"]] = record
-    rows = []
-    for (gpu, shape, layers, preset, batch, tokens), by_ranks in newest.items():
-        if {1, 2} <= by_ranks.keys():
-            one, two = by_ranks[1], by_ranks[2]
-            rows.append(
-                [
-                    f"{gpu}: {shape}, {layers} layers, `{preset}`",
-                    f"{batch} x {tokens // 1024}k",
-                    f"{one['step_ms']:.2f}",
-                    f"{two['step_ms']:.2f}",
-                    *(f"{max(two[name]) / max(one[name]):.2f}" for name in ("nbytes", "peak_bytes")),
-                    f"**{two['step_ms'] / one['step_ms']:.2f}**",
-                ]
-            )
-    head = ["GPU, shape, cache", "rows x tokens", "one GPU: ms", "two: ms", "cache of a GPU", "peak of a GPU", "time"]
-    return markdown_table(head, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Makes tables and pictures from the records: `python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`), in
 seconds.
 
-`benchmarks_page` writes `docs/benchmarks.md`. Other pages under `docs/` and the README have marks for tables:
+`page_tables` writes `docs/benchmarks.md`. Other pages under `docs/` and the README have marks for tables:
 
     <!-- results: presets -->
     (replaced)
@@ -15,10 +15,11 @@ figures of the two essays come from `accuracy-smollm2.jsonl`. Presets without re
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,18 +27,9 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import bootstrap
-from hf_lowbit_kv.eval.benchmarks import (
-    baselines,
-    bench_batch,
-    front_page,
-    measure,
-    page_tables,
-    parallel,
-    peers_table,
-    tasks_table,
-)
-from hf_lowbit_kv.eval.benchmarks.benchmarks_page import BENCHMARKS, benchmarks_page
-from hf_lowbit_kv.eval.benchmarks.result_files import current_records, markdown_table
+from hf_lowbit_kv.eval.benchmarks import baselines, bench_memory, measure, model_tables, page_tables
+from hf_lowbit_kv.eval.benchmarks.page_tables import BENCHMARKS, benchmarks_page
+from hf_lowbit_kv.eval.benchmarks.result_files import Record, current_records, listed, markdown_table, newest
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 
@@ -72,9 +64,9 @@ class PresetRow(NamedTuple):
 
     preset: str
     bits: float
-    essays: dict[str, Any] | None
-    transcript: dict[str, Any] | None
-    jargon: dict[str, Any] | None = None
+    essays: Record | None
+    transcript: Record | None
+    jargon: Record | None = None
 
 
 def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRow]:
@@ -83,9 +75,9 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRo
     Raises:
         ValueError: a record lacks a field, because another version wrote it. The message names file, record and field.
     """
-    newest: dict[tuple[str, str], dict[str, Any]] = {}
+    last: dict[tuple[str, str], Record] = {}
     current: dict[str, str] = {}
-    same = measure.setting()
+    same = measure.setting().items()
     for number, record in enumerate(current_records(accuracy), 1):
         if lacking := [field for field in FIELDS if field not in record]:
             raise ValueError(
@@ -95,21 +87,21 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRo
         preset = record["preset"]
         if preset not in current:
             current[preset] = measure.definition(preset)
-        if record["definition"] == current[preset] and all(record.get(key) == value for key, value in same.items()):
-            newest[preset, record["text"]] = record
+        if record["definition"] == current[preset] and all(record.get(key) == value for key, value in same):
+            last[preset, record["text"]] = record
     before = {
         record["preset"]: record
         for record in current_records(earlier)
-        if record["texts"] == list(ESSAYS) and all(record.get(key) == value for key, value in same.items())
+        if record["texts"] == list(ESSAYS) and all(record.get(key) == value for key, value in same)
     }
-    names = dict.fromkeys([*(preset for preset, _ in newest), *before])
+    names = dict.fromkeys([*(preset for preset, _ in last), *before])
     rows = [
         PresetRow(
             name,
             bits(name),
-            _essays(name, newest) or before.get(name),
-            newest.get((name, TRANSCRIPT)),
-            newest.get((name, JARGON)),
+            _essays(name, last) or before.get(name),
+            last.get((name, TRANSCRIPT)),
+            last.get((name, JARGON)),
         )
         for name in names
     ]
@@ -121,12 +113,12 @@ def bits(preset: str) -> float:
     return lb.get_preset(preset).spec().bits_per_value(BITS_AT, HEAD_DIM)
 
 
-def _essays(preset: str, newest: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any] | None:
-    records = [newest[preset, text] for text in ESSAYS if (preset, text) in newest]
+def _essays(preset: str, last: dict[tuple[str, str], Record]) -> Record | None:
+    records = [last[preset, text] for text in ESSAYS if (preset, text) in last]
     if len(records) < len(ESSAYS):
         return None
     keys = ("kl", "kl_p99", "top1", "ppl", "ppl_full")
-    means: dict[str, Any] = {key: sum(record[key] for record in records) / len(records) for key in keys}
+    means: Record = {key: sum(record[key] for record in records) / len(records) for key in keys}
     if all(record.get("kl_error") is not None for record in records):  # texts are independent
         means["kl_error"] = sum(record["kl_error"] ** 2 for record in records) ** 0.5 / len(records)
     if all("kl_blocks" in record for record in records):
@@ -139,26 +131,62 @@ def _essays(preset: str, newest: dict[tuple[str, str], dict[str, Any]]) -> dict[
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
-
-def _cells(record: dict[str, Any] | None, *keys: str) -> list[str]:
-    """Figures of a record; empty text for missing ones."""
-    digits = {"top1": 3, "ppl": 2, "ppl_full": 2, "kl_p99": 2}
-    return ["" if record is None or key not in record else _number(record[key], digits.get(key)) for key in keys]
+_DIGITS = {"top1": 3, "ppl": 2, "ppl_full": 2, "kl_p99": 2}
 
 
-def _number(x: float, digits: int | None) -> str:
-    if digits is not None:
-        return f"{x:.{digits}f}"
-    return f"{x:.4f}" if x >= 0.001 else f"{x:.5f}"
+def _figure(text: str, key: str) -> Callable[[PresetRow], str]:
+    """A cell: a figure of a preset's record of the text. `kl±` has the standard error too, if the record has one."""
+
+    def cell(row: PresetRow) -> str:
+        record = getattr(row, text)
+        return _with_error(record) if key == "kl±" else _number(record, key)
+
+    return cell
+
+
+def _number(record: Record | None, key: str) -> str:
+    if record is None or key not in record:
+        return ""
+    x = record[key]
+    return f"{x:.{_DIGITS[key]}f}" if key in _DIGITS else f"{x:.4f}" if x >= 0.001 else f"{x:.5f}"
+
+
+def _with_error(record: Record | None) -> str:
+    kl = _number(record, "kl")
+    error = None if record is None else record.get("kl_error")
+    return kl if error is None else f"{kl} ± {error:.{len(kl.partition('.')[2])}f}"
+
+
+def _columns(keys: Mapping[str, str], *texts: str) -> list[tuple[str, Callable[[PresetRow], str]]]:
+    """Head and cell of columns with the figures `keys` (head -> field) of each text."""
+    return [
+        (f"{text}: {head}" if place == 0 else head, _figure(text, key))
+        for text in texts
+        for place, (head, key) in enumerate(keys.items())
+    ]
+
+
+def _name(row: PresetRow) -> str:
+    return f"`{row.preset}`"
+
+
+def _bits(row: PresetRow) -> str:
+    return f"{row.bits:.2f}"
+
+
+def _bits_of_page(preset: str, head_dim: int = HEAD_DIM) -> float:
+    return lb.get_preset(preset).spec().bits_per_value(10**9, head_dim)
+
+
+def _only(rows: list[PresetRow], names: Iterable[str]) -> list[PresetRow]:
+    """The rows of these presets, in this order."""
+    by_preset = {row.preset: row for row in rows}
+    return [by_preset[name] for name in names if name in by_preset]
 
 
 def presets_table(rows: list[PresetRow]) -> str:
-    head = "preset", "bits", "essays: KL", "99th", "top-1", "transcript: KL", "99th", "top-1"
-    body = (
-        [f"`{row.preset}`", f"{row.bits:.2f}", *(x for of in row[2:4] for x in _cells(of, "kl", "kl_p99", "top1"))]
-        for row in rows
-    )
-    return markdown_table(head, body)
+    keys = {"KL": "kl", "99th": "kl_p99", "top-1": "top1"}
+    return listed(rows, [("preset", _name), ("bits", _bits), *_columns(keys, "essays", "transcript")])
 
 
 #: our own presets, and other presets of about the same size
@@ -169,26 +197,9 @@ OWN = (
 
 
 def own_table(rows: list[PresetRow]) -> str:
-    by_preset = {row.preset: row for row in rows}
-    head = "preset", "bits of a page", "essays: KL", "top-1", "transcript: KL", "top-1", "jargon: KL", "top-1"
-    body = (
-        [f"`{name}`", f"{_bits_of_page(name):.2f}"]
-        + [x for of in by_preset[name][2:] for x in (_with_error(of), *_cells(of, "top1"))]
-        for name in OWN
-        if name in by_preset
-    )
-    return markdown_table(head, body)
-
-
-def _bits_of_page(preset: str, head_dim: int = HEAD_DIM) -> float:
-    return lb.get_preset(preset).spec().bits_per_value(10**9, head_dim)
-
-
-def _with_error(record: dict[str, Any] | None) -> str:
-    """KL, and its standard error if the record has one."""
-    (kl,) = _cells(record, "kl")
-    error = None if record is None else record.get("kl_error")
-    return kl if error is None else f"{kl} ± {error:.{len(kl.partition('.')[2])}f}"
+    figures = _columns({"KL": "kl±", "top-1": "top1"}, "essays", "transcript", "jargon")
+    page = "bits of a page", lambda row: f"{_bits_of_page(row.preset):.2f}"
+    return listed(_only(rows, OWN), [("preset", _name), page, *figures])
 
 
 #: pairs of compared presets, ours first
@@ -197,32 +208,6 @@ PAIRS = (
     *(("eigen-2", "kitty-pro-variance"), ("eigen-2", "kivi-2-sink"), ("eigen-2-trellis", "eigen-2")),
     ("int6", "kivi-4-sink"),
 )
-
-
-def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
-    """KL of presets divided by that of other presets, on the same tokens."""
-    newest = {(record["preset"], record["text"]): record for record in current_records(accuracy)}
-    known = {row.preset for row in rows}
-    body = (
-        [
-            f"`{ours}` / `{theirs}`",
-            f"{_bits_of_page(ours):.2f} / {_bits_of_page(theirs):.2f}",
-            *(_ratio(newest.get((ours, text)), newest.get((theirs, text))) for text in RATIO_TEXTS),
-        ]
-        for ours, theirs in PAIRS
-        if {ours, theirs} <= known
-    )
-    return markdown_table(("KL of", "bits of a page", *RATIO_TEXTS.values()), body)
-
-
-def _ratio(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
-    """The ratio and its standard error; empty if a record has no blocks."""
-    pair = [record.get("kl_blocks") for record in (ours, theirs) if record is not None]
-    if len(pair) < 2 or not all(pair):
-        return ""
-    return "{:.2f} ± {:.2f}".format(*bootstrap.ratio([pair[0]], [pair[1]]))
-
-
 #: texts in the table of ratios, and the names of their columns
 RATIO_TEXTS = {
     "worked.txt": "essay `worked`",
@@ -234,49 +219,54 @@ RATIO_TEXTS = {
 COLUMN_TEXTS = {text: column for text, column in RATIO_TEXTS.items() if text != "popular.txt"}
 
 
+def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
+    """KL of presets divided by that of other presets, on the same tokens."""
+    last = newest(current_records(accuracy), "preset", "text")
+    known = {row.preset for row in rows}
+
+    def ratio(pair: tuple[str, str], text: str) -> str:
+        """The ratio and its standard error; empty if a record has no blocks."""
+        blocks = [last.get((preset, text), {}).get("kl_blocks") for preset in pair]
+        return "{:.2f} ± {:.2f}".format(*bootstrap.ratio([blocks[0]], [blocks[1]])) if all(blocks) else ""
+
+    columns: dict[str, Callable[[Any], str]] = {
+        "KL of": lambda pair: " / ".join(f"`{preset}`" for preset in pair),
+        "bits of a page": lambda pair: " / ".join(f"{_bits_of_page(preset):.2f}" for preset in pair),
+    }
+    columns |= {head: functools.partial(ratio, text=text) for text, head in RATIO_TEXTS.items()}
+    return listed((pair for pair in PAIRS if {*pair} <= known), columns)
+
+
 def baselines_table(rows: list[PresetRow], path: Path = baselines.OUT, accuracy: Path = measure.OUT) -> str:
     """KL of other methods, as implemented here, and of our own presets with the same bits for each code."""
-    newest = {(record["baseline"], record["text"]): record for record in current_records(path)}
-    own = {(record["preset"], record["text"]): record for record in current_records(accuracy)}
-    body = []
+    last, own = newest(current_records(path), "baseline", "text"), newest(current_records(accuracy), "preset", "text")
+    known, dims, body = {row.preset for row in rows}, (HEAD_DIM, 128), []
     for nbits in baselines.BITS:
         for name in (name for name in baselines.BASELINES if name.endswith(f"-{nbits}")):
-            if any((name, text) in newest for text in COLUMN_TEXTS):
-                page = [
-                    sum(fmt.bits_per_value(dim) for fmt in baselines.BASELINES[name][1:]) / 2 for dim in (HEAD_DIM, 128)
-                ]
-                found = [_with_error(newest.get((name, text))) for text in COLUMN_TEXTS]
-                body.append([f"{name}, as implemented here", *(f"{x:.2f}" for x in page), *found])
-        if (preset := f"eigen-{nbits}") in {row.preset for row in rows}:
-            shown = [f"{_bits_of_page(preset, head_dim):.2f}" for head_dim in (HEAD_DIM, 128)]
-            body.append([f"`{preset}`", *shown, *(_with_error(own.get((preset, text))) for text in COLUMN_TEXTS)])
+            if any((name, text) in last for text in COLUMN_TEXTS):
+                page = [sum(fmt.bits_per_value(dim) for fmt in baselines.BASELINES[name][1:]) / 2 for dim in dims]
+                body.append((f"{name}, as implemented here", page, [last.get((name, text)) for text in COLUMN_TEXTS]))
+        if (preset := f"eigen-{nbits}") in known:
+            page = [_bits_of_page(preset, dim) for dim in dims]
+            body.append((f"`{preset}`", page, [own.get((preset, text)) for text in COLUMN_TEXTS]))
     head = "method", f"bits, head_dim {HEAD_DIM}", "128", *(f"{shown}: KL" for shown in COLUMN_TEXTS.values())
-    return markdown_table(head, body)
+    return markdown_table(head, ([name, *(f"{x:.2f}" for x in page), *map(_with_error, of)] for name, page, of in body))
 
 
 #: the steps of Kitty's table 4, and the points of accuracy that Qwen3-8B gained with each step there
-KITTY_STEPS = (
-    ("KIVI, 2 bits", "kivi-2", ""),
-    ("+ sinks in 16 bits", "kivi-2-sink", "+8.41"),
-    ("+ 12.5 % of the channels in 4 bits", "kitty", "+5.17"),
-    ("+ another 12.5 %", "kitty-pro", "+1.21"),
-)
+KITTY_STEPS = {
+    "kivi-2": ("KIVI, 2 bits", ""),
+    "kivi-2-sink": ("+ sinks in 16 bits", "+8.41"),
+    "kitty": ("+ 12.5 % of the channels in 4 bits", "+5.17"),
+    "kitty-pro": ("+ another 12.5 %", "+1.21"),
+}
 
 
 def kitty_table(rows: list[PresetRow]) -> str:
-    by_preset = {row.preset: row for row in rows}
-    head = "step", "preset", "bits", "essays: KL", "top-1", "transcript: KL", "top-1", "Kitty, table 4 (Qwen3-8B)"
-    body = (
-        [
-            step,
-            f"`{name}`",
-            f"{by_preset[name].bits:.2f}",
-            *(x for of in by_preset[name][2:4] for x in _cells(of, "kl", "top1")),
-            paper,
-        ]
-        for step, name, paper in KITTY_STEPS
-    )
-    return markdown_table(head, body)
+    before = [("step", lambda row: KITTY_STEPS[row.preset][0]), ("preset", _name), ("bits", _bits)]
+    figures = _columns({"KL": "kl", "top-1": "top1"}, "essays", "transcript")
+    paper = "Kitty, table 4 (Qwen3-8B)", lambda row: KITTY_STEPS[row.preset][1]
+    return listed(_only(rows, KITTY_STEPS), [*before, *figures, paper])
 
 
 CHOICES = (("kivi-2", "none"), ("kitty", "12.5 %"), ("kitty-pro", "25 %"))
@@ -290,7 +280,7 @@ def boost_table(rows: list[PresetRow]) -> str:
 
     def cell(preset: str, suffix: str) -> str:
         name = names.get(suffix, {}).get(preset, preset + suffix)
-        return "".join(_cells(by_preset[name].essays, "kl")) if name in by_preset else ""
+        return _number(by_preset[name].essays, "kl") if name in by_preset else ""
 
     head = ["boosted channels", *(shown for _, shown in SCORES)]
     return markdown_table(head, ([shown, *(cell(preset, suffix) for suffix, _ in SCORES)] for preset, shown in CHOICES))
@@ -300,12 +290,11 @@ POSITIONS = ("kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-sink", "k
 
 
 def positions_table(rows: list[PresetRow]) -> str:
-    by_preset = {row.preset: row.transcript for row in rows if row.transcript is not None}
-    names = [name for name in POSITIONS if name in by_preset]
-    if not names:
+    measured = {row.preset: row.transcript["by_position"] for row in _only(rows, POSITIONS) if row.transcript}
+    if not measured:
         return "(no record)\n"
-    edges = [f"{bucket['from']:.0f} to {bucket['to']:.0f}" for bucket in by_preset[names[0]]["by_position"]]
-    body = ([f"`{name}`", *(_number(b["kl"], None) for b in by_preset[name]["by_position"])] for name in names)
+    edges = [f"{bucket['from']:.0f} to {bucket['to']:.0f}" for bucket in next(iter(measured.values()))]
+    body = ([f"`{name}`", *(_number(bucket, "kl") for bucket in buckets)] for name, buckets in measured.items())
     return markdown_table(["tokens", *edges], body)
 
 
@@ -317,14 +306,14 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "own": own_table,
     "ratios": ratios_table,
     "baselines": baselines_table,
-    "front": lambda rows: front_page.front_table(),
-    "models": lambda rows: front_page.models_table(),
-    "tasks": lambda rows: tasks_table.tasks_table(),
-    "ruler": lambda rows: tasks_table.ruler_table(),
-    "parallel": lambda rows: parallel.page_table(),
-    "peers": lambda rows: peers_table.peers_table(),
-    "peer-texts": lambda rows: peers_table.texts_table(),
-    "own-rows": lambda rows: bench_batch.rows_table(),
+    "front": lambda rows: model_tables.front_table(),
+    "models": lambda rows: model_tables.models_table(),
+    "tasks": lambda rows: model_tables.tasks_table(),
+    "ruler": lambda rows: model_tables.ruler_table(),
+    "peers": lambda rows: model_tables.peers_table(),
+    "peer-texts": lambda rows: model_tables.texts_table(),
+    "parallel": lambda rows: page_tables.parallel_table(),
+    "own-rows": lambda rows: bench_memory.rows_table(),
     "protocols": lambda rows: page_tables.paper_table(),
     "weights-accuracy": lambda rows: page_tables.weights_accuracy_table(),
     "weights-steps": lambda rows: page_tables.weights_steps_table(),
@@ -348,10 +337,10 @@ def filled(page: str, rows: list[PresetRow]) -> str:
     return _BLOCK.sub(block, page)
 
 
-def points(rows: list[PresetRow]) -> list[dict[str, Any]]:
+def points(rows: list[PresetRow]) -> list[Record]:
     """Points of the picture: presets with a record of the transcript. Presets that store the same are shown once.
     Kitty's ablations other than by variance are left out, because they have their own table."""
-    shown: dict[tuple[float, float], dict[str, Any]] = {}
+    shown: dict[tuple[float, float], Record] = {}
     listed = {
         name: place for place, name in enumerate(lb.preset_names())
     }  # if several presets store the same, the first listed one is shown
@@ -377,7 +366,7 @@ def pictures(rows: list[PresetRow]) -> list[tuple[str, str, Callable[[list[Prese
     """For each picture: its file, the digest that an up-to-date picture contains, and the function that draws it."""
     return [
         (PICTURE, digest(rows), draw),
-        (front_page.PICTURE, front_page.digest(), lambda rows, path: front_page.draw(path)),
+        (model_tables.PICTURE, model_tables.digest(), lambda rows, path: model_tables.draw(path)),
     ]
 
 

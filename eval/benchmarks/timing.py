@@ -1,20 +1,22 @@
-"""Times of GPU work: medians over interleaved rounds, the memory bandwidth to compare with, and the parts of a decode
-step from torch's profiler."""
+"""Times of GPU work: medians over interleaved rounds, the memory bandwidth, and 16-bit attention of available libraries to
+compare with.
+
+A peer is a function of `Inputs` that returns the call to time, or raises if it cannot run. To compare with another
+library, add a peer to `PEERS`. With several query tokens, peers attend to all `tokens` without a causal mask. The
+difference is a triangle of `query_length` tokens.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
-
-from hf_lowbit_kv.eval.benchmarks.contenders import Contender
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 #: least GPU time of one sample, so that the resolution of events does not matter
 SAMPLE_MS = 3.0
@@ -146,87 +148,120 @@ def read_bandwidth(device: torch.device) -> float:
     return max(moved[name] / (ms * 1e-3) for name, ms in times.items())
 
 
-#: kinds of GPU work, by names of kernels; the first matching pattern counts. If inductor fuses several reductions, here
-#: the products with the weights of q, k and v, the kernel's name has only a number
-KINDS = (
-    ("attention", r"^attend|^merge_kernel|flash|fmha|sdpa|cudnn.*attention"),
-    ("append and pack", r"^append|^pack_kernel|^window_kernel|^counters_kernel"),
-    (
-        "weights",
-        r"gemm|gemv|nvjet|cutlass|splitk|cublas|triton_\w*mm|dot_kernel|reduce_1Block|products?_kernel|triton_red_fused_\d+$",
-    ),
-    ("copies", r"^Memcpy|^Memset|CatArray|copy_kernel"),
-)
-#: calls in which the CPU waits for the GPU
-SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-LAUNCHES = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernelEx")
+# ---- 16-bit attention ---------------------------------------------------------------------------------------------------
 
 
-def kind_of(kernel: str) -> str:
-    """Kind of a kernel, by its name: one of `KINDS`, or `other` (norms, rotation, activation, sampling)."""
-    return next((kind for kind, pattern in KINDS if re.search(pattern, kernel)), "other")
+@dataclasses.dataclass
+class Inputs:
+    """`q` `[B, Hq, S, D]`, `k` and `v` `[B, H, n, D]`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def random(
+        cls, batch, heads, kv_heads, tokens, head_dim, query_length, dtype, device, head_dim_v: int | None = None
+    ) -> Inputs:
+        def draw(heads: int, tokens: int, width: int = head_dim) -> torch.Tensor:
+            return torch.randn(batch, heads, tokens, width, dtype=dtype, device=device)
+
+        return cls(draw(heads, query_length), draw(kv_heads, tokens), draw(kv_heads, tokens, head_dim_v or head_dim))
 
 
-def profile_steps(contender: Contender, steps: int = 16) -> dict[str, Any]:
-    """Profile `steps` steps.
+def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Callable]:
+    """PyTorch's attention with one of its backends, which groups the query heads itself."""
 
-    Returns:
-        Figures of one step. `device_ms`: GPU time, by kind and in `total`. `kernels`: the twelve most expensive
-        kernels, each [name, milliseconds, launches]. `graph_launches`, `kernel_launches` and `synchronisations` are
-        counted between the marks of steps, so that neither prompt nor end counts.
+    def make(x: Inputs) -> Callable[[], torch.Tensor]:
+        def call() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=x.q.shape[1] != x.k.shape[1])
 
-    Raises:
-        RuntimeError: the profile does not have a mark for each step.
-    """
-    contender.set_back()
-    marks = _Marks()
-    activities = [ProfilerActivity.CPU]
-    if contender.model.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
-        contender.generate(contender.prompt(), steps + 3, logits_processor=[marks])
-    recorded: Any = profiler.profiler
-    events = recorded.kineto_results.events()
-    on_host = (event for event in events if event.device_type() != torch.autograd.DeviceType.CUDA)
-    ticks = sorted(event.start_ns() for event in on_host if event.name() == _Marks.NAME)
-    if len(ticks) != steps + 3:
-        raise RuntimeError(
-            f"the profile has {len(ticks)} marks for {steps + 3} steps, so the time of a step is unknown"
-        )
-    del ticks[:2]
-    begin, end, count = ticks[0], ticks[-1], len(ticks) - 1
-    calls: Counter[str] = Counter()
-    times: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    for event in events:
-        if not begin <= event.start_ns() < end:
+        return call
+
+    return make
+
+
+def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
+    """Like `_sdpa`, but the query heads of a group are passed as if they were query tokens."""
+
+    def make(x: Inputs) -> Callable[[], torch.Tensor]:
+        if x.q.shape[1] == x.k.shape[1]:
+            raise ValueError("there are no groups to fold")
+        folded = x.q.reshape(x.q.shape[0], x.k.shape[1], -1, x.q.shape[-1])
+
+        def call() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(folded, x.k, x.v).view(*x.q.shape[:-1], x.v.shape[-1])
+
+        return call
+
+    return make
+
+
+def _flashinfer(x: Inputs) -> Callable[[], torch.Tensor]:
+    """FlashInfer's paged decode on tensor cores, with pages of 16 tokens."""
+    import flashinfer
+
+    batch, heads, query_length, head_dim = x.q.shape
+    kv_heads, tokens, page = x.k.shape[1], x.k.shape[2], 16
+    if query_length != 1 or tokens % page:
+        raise ValueError(f"set up for one query token and pages of {page} tokens")
+    # [B, H, n, D] -> [pages, page, H, D]
+    paged = tuple(t.transpose(1, 2).reshape(-1, page, kv_heads, head_dim) for t in (x.k, x.v))
+    pages = tokens // page
+    counts: dict[str, Any] = {"dtype": torch.int32, "device": x.q.device}
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 * 2**20, dtype=torch.uint8, device=x.q.device), "NHD", use_tensor_cores=True
+    )
+    wrapper.plan(
+        torch.arange(batch + 1, **counts) * pages,
+        torch.arange(batch * pages, **counts),
+        torch.full((batch,), page, **counts),
+        heads,
+        kv_heads,
+        head_dim,
+        page,
+        q_data_type=x.q.dtype,
+        kv_data_type=x.k.dtype,
+    )
+    q = x.q[:, :, 0].contiguous()
+    return lambda: wrapper.run(q, paged).view(x.q.shape)
+
+
+PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
+    "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-cudnn-folded": _sdpa_folded(SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "flashinfer": _flashinfer,
+}
+
+
+def usable_peers(x: Inputs, tolerance: float = 1e-2) -> tuple[dict[str, Callable], dict[str, str]]:
+    """The `PEERS` that run and agree with float32 attention on these inputs, and the reasons why
+    others do not."""
+    expected = _expected(x)
+    calls, reasons = {}, {}
+    for name, make in PEERS.items():
+        try:
+            call = make(x)
+            out = call()[:1].float()
+        except Exception as error:  # a peer is foreign code and may raise anything; it then counts as not usable
+            reasons[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             continue
-        name = event.name()
-        if event.device_type() == torch.autograd.DeviceType.CUDA:
-            times[name] += event.duration_ns()
-            launches[name] += 1
+        relerr = float((out - expected).norm() / expected.norm())
+        if relerr < tolerance:  # NaN fails too
+            calls[name] = call
         else:
-            calls[name] += 1
-    kinds: Counter[str] = Counter()
-    for name, ns in times.items():
-        kinds[kind_of(name)] += ns
-    return {
-        "device_ms": {kind: ns / 1e6 / count for kind, ns in kinds.items()}
-        | {"total": sum(times.values()) / 1e6 / count},
-        "kernels": [
-            [name[:80], round(ns / 1e6 / count, 4), launches[name] / count] for name, ns in times.most_common(12)
-        ],
-        "graph_launches": calls["cudaGraphLaunch"] / count,
-        "kernel_launches": sum(calls[name] for name in LAUNCHES[1:]) / count,
-        "synchronisations": sum(calls[name] for name in SYNCHRONISING) / count,
-    }
+            reasons[name] = f"wrong: relative error {relerr:.2g}"
+    return calls, reasons
 
 
-class _Marks:
-    """A logits processor that leaves a mark in the profile."""
-
-    NAME = "hf_lowbit_kv.eval: step"  # no operation may have this name: operations are in the profile too
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        with torch.profiler.record_function(self.NAME):
-            return scores
+def _expected(x: Inputs) -> torch.Tensor:
+    """float32 attention of the first row, one KV head at a time: `[1, Hq, S, D]`."""
+    groups = x.q.shape[1] // x.k.shape[1]
+    heads = []
+    for head, q in enumerate(x.q[0].float().split(groups)):
+        k, v = x.k[0, head].float(), x.v[0, head].float()
+        heads.append(torch.softmax(q @ k.T * q.shape[-1] ** -0.5, dim=-1) @ v)
+    return torch.cat(heads)[None]

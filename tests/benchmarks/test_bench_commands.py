@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_lowbit_kv.eval import benchmarks
 from hf_lowbit_kv.eval.benchmarks import bench_calibrate
-from hf_lowbit_kv.eval.benchmarks.bench_generate import Wanted
+from hf_lowbit_kv.eval.benchmarks.contenders import Wanted
 from hf_lowbit_kv.eval.benchmarks.packed_layer import Shape
 from hf_lowbit_kv.presets import get_preset
 
@@ -58,7 +58,7 @@ def test_a_failure_is_shown_and_the_others_run(tmp_path):
     done = run_script(tmp_path, 'echo "RUN $@"; case "$2" in *bench_start) exit 3;; esac')
     assert done.returncode == 3
     assert done.stdout.count("FAILED with status 3: bench_start") == 2
-    assert "RUN -m hf_lowbit_kv.eval.benchmarks.bench_batch" in done.stdout
+    assert "RUN -m hf_lowbit_kv.eval.benchmarks.bench_memory batch" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from transformers import StaticCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import bench_batch, bench_generate, contenders, timing
-from hf_lowbit_kv.eval.benchmarks.bench_memory import random_model
+from hf_lowbit_kv.eval.benchmarks import bench_generate, bench_memory, contenders, random_models
+from hf_lowbit_kv.eval.benchmarks.random_models import llama_8b, random_model
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.provenance import results_path
 
@@ -35,22 +35,34 @@ KEYS = {
 }
 
 
-def run(module, out, *arguments):
+def run(command, out, *arguments):
     app = typer.Typer()
-    app.command()(module.main)
+    app.command()(command)
     return CliRunner().invoke(app, ["--tiny", "--device", "cpu", "--out", str(out), *arguments])
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(bench_generate.shape_8b(2, True), torch.float32, CPU)
+    return random_model(llama_8b(tiny=True), torch.float32, CPU)
 
 
 def test_bench_generate_records(tmp_path):
     out = tmp_path / "generate.jsonl"
     contenders = ["DynamicCache/eager@400", "StaticCache/compiled", "kivi-2/tuned", "kivi-4:torch/eager"]
     arguments = [part for name in contenders for part in ("--contender", name)]
-    done = run(bench_generate, out, *arguments, "--tokens", "383", "--tokens", "500", "--steps", "3", "--rounds", "1")
+    done = run(
+        bench_generate.time_caches,
+        out,
+        *arguments,
+        "--tokens",
+        "383",
+        "--tokens",
+        "500",
+        "--steps",
+        "3",
+        "--rounds",
+        "1",
+    )
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r["cache"] for r in records if r["tokens"] == 383] == ["kivi-2", "kivi-4", "DynamicCache", "StaticCache"]
@@ -69,8 +81,8 @@ def test_records_tell_other_compiler_settings(tmp_path):
     out = tmp_path / "generate.jsonl"
     arguments = ["--tokens", "300", "--steps", "2", "--rounds", "1", "--contender", "kivi-2/tuned", "--contender"]
     options = {"combo_kernels": True}
-    assert run(bench_generate, out, *arguments, "StaticCache/compiled").exit_code == 0
-    done = run(bench_generate, out, *arguments, "kv8/eager", "--compile-options", json.dumps(options))
+    assert run(bench_generate.time_caches, out, *arguments, "StaticCache/compiled").exit_code == 0
+    done = run(bench_generate.time_caches, out, *arguments, "kv8/eager", "--compile-options", json.dumps(options))
     assert done.exit_code == 0, done.output
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [r.get("compile_options") for r in found] == [None, None, options, None]
@@ -80,7 +92,7 @@ def test_bench_generate_times_nothing_that_disagrees(tmp_path, monkeypatch):
     out = tmp_path / "generate.jsonl"
     monkeypatch.setattr(bench_generate, "LOGITS_TOLERANCE", -1.0)
     arguments = ["--contender", "kivi-2/tuned", "--contender", "DynamicCache/eager", "--steps", "2", "--rounds", "1"]
-    done = run(bench_generate, out, *arguments, "--tokens", "300")
+    done = run(bench_generate.time_caches, out, *arguments, "--tokens", "300")
     assert done.exit_code == 1
     assert "kivi-2 tuned: logits of step 0 differ" in done.output
     assert [json.loads(line)["cache"] for line in out.read_text().splitlines()] == ["DynamicCache"]
@@ -136,10 +148,10 @@ def test_filled_caches_agree_with_a_prompt_of_that_length(model):
 
 
 def test_contenders_are_named_in_full():
-    assert bench_generate.Wanted.parse("kivi-2:cuda/tuned@1048576") == ("kivi-2", "cuda", "tuned", 1048576)
-    assert bench_generate.Wanted.parse("DynamicCache/eager") == ("DynamicCache", None, "eager", None)
+    assert contenders.Wanted.parse("kivi-2:cuda/tuned@1048576") == ("kivi-2", "cuda", "tuned", 1048576)
+    assert contenders.Wanted.parse("DynamicCache/eager") == ("DynamicCache", None, "eager", None)
     with pytest.raises(ValueError, match=r"NAME\[:BACKEND\]/MODE"):
-        bench_generate.Wanted.parse("kivi-2")
+        contenders.Wanted.parse("kivi-2")
 
 
 def test_what_grows_cannot_be_compiled(model):
@@ -174,13 +186,13 @@ def test_crossovers():
     ],
 )
 def test_kinds_of_kernels(kernel, kind):
-    assert timing.kind_of(kernel) == kind
+    assert random_models.kind_of(kernel) == kind
 
 
 def test_profile_tells_steps_from_the_prompt(model):
     contender = contenders.make("kivi-2", "tuned", model, 1, 1000)
     contender.fill(300)
-    found = timing.profile_steps(contender, 5)
+    found = random_models.profile_steps(contender, 5)
     assert found["device_ms"]["total"] == 0  # there is no device
     assert found["kernels"] == []
     assert found["graph_launches"] == found["synchronisations"] == 0
@@ -188,7 +200,7 @@ def test_profile_tells_steps_from_the_prompt(model):
 
 def test_bench_batch_records(tmp_path):
     out = tmp_path / "batch.jsonl"
-    done = run(bench_batch, out, "--new-tokens", "500", "--most", "2")
+    done = run(bench_memory.measure_batch, out, "--new-tokens", "500", "--most", "2")
     assert done.exit_code == 0, done.output
     host, dense, packed = (json.loads(line) for line in out.read_text().splitlines())
     assert (host["cache"], dense["cache"], packed["cache"]) == ("DynamicCache", "dense", "kivi-2-sink")
@@ -208,12 +220,12 @@ def test_bench_batch_shrinks_until_it_fits(model, monkeypatch):
             raise torch.cuda.OutOfMemoryError("no room")
         return {"step_ms": {}, "throughput": 1.0, "attribution_ms": {}}
 
-    monkeypatch.setattr(bench_batch, "run_to_the_end", fake)
-    wanted = bench_generate.Wanted.parse("DynamicCache/eager")
-    each, shared = bench_batch.cache_bytes(wanted, model, 600, None)
+    monkeypatch.setattr(bench_memory, "run_to_the_end", fake)
+    wanted = contenders.Wanted.parse("DynamicCache/eager")
+    each, shared = bench_memory.cache_bytes(wanted, model, 600, None)
     assert shared == 0
-    budget = bench_batch.RESERVE + 23.5 * each + sum(p.nbytes for p in model.parameters())
-    record = bench_batch.largest(wanted, model, 100, 500, budget, None, None)
+    budget = bench_memory.RESERVE + 23.5 * each + sum(p.nbytes for p in model.parameters())
+    record = bench_memory.largest(wanted, model, 100, 500, budget, None, None)
     assert tried == record["rows_tried"] == [23, 22, 21, 20]
     assert record["rows"] == 20
 
@@ -223,7 +235,7 @@ def test_bench_batch_takes_windows_and_parameters(tmp_path):
     out = tmp_path / "batch.jsonl"
     names = ("eigen-2", "eigen-2,sink=4,residual=32")
     arguments = [part for name in names for part in ("--contender", f"{name}/compiled")]
-    done = run(bench_batch, out, "--new-tokens", "500", "--most", "2", *arguments)
+    done = run(bench_memory.measure_batch, out, "--new-tokens", "500", "--most", "2", *arguments)
     assert done.exit_code == 0, done.output
     wide, narrow = (json.loads(line) for line in out.read_text().splitlines())
     assert (wide["cache"], narrow["cache"]) == names
@@ -252,8 +264,8 @@ def test_computed_rows_are_those_of_the_measurement():
         cache = record["cache"]
         if cache.startswith("eigen-") and record["date"] < "2026-11-26":  # pages whose means had 8 bits
             continue
-        found = bench_batch.room(cache)
-        assert bench_batch.all_weight_bytes() == record["weight_bytes"]
+        found = bench_memory.room(cache)
+        assert bench_memory.all_weight_bytes() == record["weight_bytes"]
         assert found.row == pytest.approx(record["row_bytes"], rel=1e-3)
         most = record.get("most", BOUNDED.get(record["cache"]))
         assert min(found.rows, most or found.rows) == record["rows_tried"][0]

@@ -2,8 +2,7 @@
 
 import torch
 
-from hf_lowbit_kv.eval.benchmarks.bench_many import cut_short, different, ranked_batchings
-from hf_lowbit_kv.eval.benchmarks.many_workloads import Cost, Job
+from hf_lowbit_kv.eval.benchmarks.bench_many import Cost, Job, cut_short, different, ranked_batchings
 
 
 def _job(tokens: int, answer: int) -> Job:

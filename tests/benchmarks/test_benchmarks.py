@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hf_lowbit_kv.backends.choice import storage_spec
@@ -19,7 +18,7 @@ from hf_lowbit_kv.eval.benchmarks import (
     bench_prompt,
     other_tree,
     packed_layer,
-    peers,
+    random_models,
     timing,
 )
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
@@ -239,42 +238,16 @@ def test_peers_say_why_they_cannot_run(monkeypatch):
     def wrong(x):
         return lambda: x.q * 0
 
-    monkeypatch.setitem(peers.PEERS, "wrong", wrong)
-    calls, reasons = peers.usable_peers(peers.Inputs.random(2, 4, 2, 64, 64, 1, torch.float32, CPU))
+    monkeypatch.setitem(timing.PEERS, "wrong", wrong)
+    calls, reasons = timing.usable_peers(timing.Inputs.random(2, 4, 2, 64, 64, 1, torch.float32, CPU))
     assert "wrong" not in calls
     assert "relative error 1" in reasons["wrong"]
-    assert set(calls) | set(reasons) == set(peers.PEERS)
-
-
-def test_low_bit_peers_are_records_of_their_own(monkeypatch):
-    inputs = peers.Inputs.random(2, 4, 2, 64, 64, 1, torch.float32, CPU)
-    groups = inputs.q.shape[1] // inputs.k.shape[1]
-
-    def good(x):
-        half = [t.to(torch.float8_e4m3fn).float().repeat_interleave(groups, 1) for t in (x.k, x.v)]
-        return lambda: torch.nn.functional.scaled_dot_product_attention(x.q, *half)
-
-    monkeypatch.setattr(bench_decode, "LOW_BIT_PEERS", {"good": good, "nan": lambda x: lambda: x.q * float("nan")})
-    calls, _ = peers.usable_peers(inputs)
-    records, reasons = bench_decode.measure_low_bit(Shape("tiny", 2, 4, 2, 64), inputs, calls, rounds=2)
-    assert [r["preset"] for r in records] == ["good"]
-    assert records[0]["ratio"] == pytest.approx(records[0]["peer_ms"] / records[0]["ms"])
-    assert "relative error" in reasons["nan"]
-    bench_decode.table(records)  # a row without bytes
+    assert set(calls) | set(reasons) == set(timing.PEERS)
 
 
 @pytest.mark.parametrize("prefill_chunk", [None, 128])
 def test_bench_memory_runs(prefill_chunk):
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-    )
-    model = bench_memory.random_model(config, torch.float32, CPU)
+    model = random_models.random_model(random_models.llama_8b(tiny=True), torch.float32, CPU)
     record = bench_memory.measure(model, "kivi-2", 2, 400, 3, prefill_chunk)
     assert record["growth"] is None
     assert record["layer_prompt"] == 2 * 2 * 400 * 64 * 4
@@ -346,9 +319,9 @@ def test_bench_prompt(tmp_path):
 
 
 def test_contenders_that_could_take_no_part_are_refused():
-    from hf_lowbit_kv.eval.benchmarks import bench_batch, bench_generate
+    from hf_lowbit_kv.eval.benchmarks import bench_generate
 
     with pytest.raises(typer.BadParameter, match="takes part in none of the lengths"):
-        bench_generate.main(contender=["kivi-2/eager@200"], tokens=[300], device="cpu")
+        bench_generate.time_caches(contender=["kivi-2/eager@200"], tokens=[300], device="cpu")
     with pytest.raises(typer.BadParameter, match="there is one length here"):
-        bench_batch.main(contender=["kivi-2/eager@200"], device="cpu")
+        bench_memory.measure_batch(contender=["kivi-2/eager@200"], device="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hf_lowbit_kv.eval.benchmarks import packed_layer
-from hf_lowbit_kv.eval.benchmarks.benchmarks_page import benchmarks_page
+from hf_lowbit_kv.eval.benchmarks.page_tables import benchmarks_page
 
 
 def test_each_gpu_has_a_table_without_empty_columns_and_the_last_record_counts(tmp_path):

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tasks, peer_texts, peers_table
+from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item, number_in, passes, prompts
 from hf_lowbit_kv.eval.provenance import append_record
 
@@ -36,7 +36,7 @@ def test_records_of_a_model(tmp_path, monkeypatch):
     text, out = tmp_path / "prose.txt", tmp_path / "records.jsonl"
     text.write_text(" ".join(str(3 + i * i % 80) for i in range(600)), encoding="utf-8")
     app = typer.Typer()
-    app.command()(model_accuracy.main)
+    app.command()(model_accuracy.measure_kl)
     arguments = ["--model", tmp_path / "model", "--name", "tiny", "--text", text, "--context", 512, "--out", out]
     arguments += ["--preset", "dense", "--preset", "kivi-2", "--dtype", "float32", "--device", "cpu"]
     done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
@@ -56,15 +56,17 @@ def test_texts_and_bytes_of_caches():
     ids = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)[0, 300:].tolist()
     theirs = DynamicCache(config=model.config)
-    assert peer_texts.answer(model, ids, theirs, 5) == expected
+    assert model_accuracy.answer(model, ids, theirs, 5) == expected
     # keys and values of 304 tokens, in 2 layers of 2 KV heads of 64 float32 numbers
-    assert peer_texts.cache_bytes(theirs) == 2 * 304 * 2 * 2 * 64 * 4
+    assert model_accuracy.cache_bytes(theirs) == 2 * 304 * 2 * 2 * 64 * 4
     model.set_attn_implementation("lowbit_kv")
     ours = lb.from_preset("dense", model)
-    assert peer_texts.answer(model, ids, ours, 5) == expected
-    assert peer_texts.cache_bytes(ours) == int(ours.nbytes)
+    assert model_accuracy.answer(model, ids, ours, 5) == expected
+    assert model_accuracy.cache_bytes(ours) == int(ours.nbytes)
     packed = torch.zeros(6, dtype=torch.uint8), {"scale": torch.zeros(2), "axis": 0}
-    assert peer_texts.nbytes({"keys": packed, "values": [torch.zeros(3, dtype=torch.int16)], "bits": 4}) == 6 + 8 + 6
+    assert (
+        model_accuracy.nbytes({"keys": packed, "values": [torch.zeros(3, dtype=torch.int16)], "bits": 4}) == 6 + 8 + 6
+    )
 
 
 def test_the_table_of_peers(tmp_path):
@@ -80,7 +82,7 @@ def test_the_table_of_peers(tmp_path):
         record = {"model": "Some-1B, Q4", "preset": preset, "text": text, "context": context, "kl": kl}
         append_record(path, record | figures | size)
     append_record(path, {"model": "Other", "preset": "int8", "text": "code", "context": 512, "kl": 0.0} | figures)
-    assert peers_table.peers_table(path).splitlines()[2:] == [
+    assert model_tables.peers_table(path).splitlines()[2:] == [
         "| Some-1B, 2 texts of 2048 tokens | `int8` | 9.00 | 0.2000 | 1.00 | 50.0 % |",
         "|  | quanto, 4 bits | 4.50 | 2.0000 | 1.00 | 50.0 % |",
     ]

@@ -13,7 +13,7 @@ from cases import tiny_models
 from letters import letters
 from typer.testing import CliRunner
 
-from hf_lowbit_kv.eval.benchmarks import front_page, model_tasks, ruler_tasks, tasks_table
+from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks, ruler_tasks
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item
 from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS, answer_tokens, samples, score
 from hf_lowbit_kv.eval.provenance import append_record
@@ -94,7 +94,7 @@ def test_scores(task, text, wanted):
 def test_records_of_tasks(tmp_path, monkeypatch):
     """Presets read the same prompts; a record has the mean of the scores, a share of packed tokens, and what failed."""
     tiny_models("llama", max_position_embeddings=4096)[0].save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(model_tasks.AutoTokenizer, "from_pretrained", lambda *_: letters())
+    monkeypatch.setattr(model_accuracy.AutoTokenizer, "from_pretrained", lambda *_: letters())
     monkeypatch.setattr(ruler_tasks, "answer_tokens", lambda _: 4)
     items = [Item(str(i), f"{i} + {i} =", f"{i} + {i} = {2 * i};", ";", lambda _: False) for i in range(4)]
     monkeypatch.setattr(model_tasks, "WORKED", {"gsm8k": lambda: items})
@@ -125,9 +125,9 @@ def test_records_of_tasks(tmp_path, monkeypatch):
 def test_tables(tmp_path):
     """The newest record with all items counts; a context has a column if a preset has all tasks there."""
     path = tmp_path / "tasks.jsonl"
-    assert tasks_table.tasks_table(path) == tasks_table.ruler_table(path) == "(no record)\n"
+    assert model_tables.tasks_table(path) == model_tables.ruler_table(path) == "(no record)\n"
 
-    def add(preset, task, score, share, items, context=None, model=front_page.MEASURED):
+    def add(preset, task, score, share, items, context=None, model=model_tables.MEASURED):
         record = {"model": model, "preset": preset, "task": task, "context": context, "items": items}
         append_record(path, record | {"score": score, "packed_share": share})
 
@@ -140,12 +140,12 @@ def test_tables(tmp_path):
         add("kivi-4", task, index / 12, 0.75 + index / 24, 25, 4096)
         if task != "vt":
             add("kivi-4", task, 1, 0.9, 25, 16384)
-    assert tasks_table.tasks_table(path).splitlines() == [
+    assert model_tables.tasks_table(path).splitlines() == [
         "| preset | HumanEval | GSM8K | RULER, 4k |",
         "|---|---:|---:|---:|",
         "| `dense` |  | 50.0 (0 %) |  |",
         "| `kivi-4` | 62.8 (90 %) |  | 50.0 (100 %) |",
     ]
-    head, _, row = tasks_table.ruler_table(path).splitlines()
-    assert head == "| context, preset | " + " | ".join(tasks_table.KINDS) + " |"
+    head, _, row = model_tables.ruler_table(path).splitlines()
+    assert head == "| context, preset | " + " | ".join(model_tables.KINDS) + " |"
     assert row == "| 4k, `kivi-4` | 8 | 33 | 50 | 58 | 67 | 75 | 83 | 96 |"

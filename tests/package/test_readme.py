@@ -9,7 +9,7 @@ import pytest
 from tiny_hub import TinyHub
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import front_page
+from hf_lowbit_kv.eval.benchmarks import model_tables
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.local_models import MissingPackageError
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record
@@ -72,14 +72,14 @@ def test_it_is_short():
 def test_humaneval_has_a_column_if_the_default_has_a_record(tmp_path):
     """Only records of the measured model and of all items count."""
     records = tmp_path / "tasks.jsonl"
-    base = {"task": "humaneval", "model": front_page.MEASURED, "items": 164}
+    base = {"task": "humaneval", "model": model_tables.MEASURED, "items": 164}
     for other in ({"items": 10}, {"task": "gsm8k"}, {"model": "another"}):
         append_record(records, base | {"preset": "int8", "score": 0.5} | other)
-    assert front_page.front_table(records) == front_page.front_table(tmp_path / "none.jsonl")
+    assert model_tables.front_table(records) == model_tables.front_table(tmp_path / "none.jsonl")
     for preset, solved in (("dense", 91), ("int8", 80), ("int8", 90), ("kivi-4-sink", 89)):
-        assert "HumanEval" not in front_page.front_table(records)
+        assert "HumanEval" not in model_tables.front_table(records)
         append_record(records, base | {"preset": preset, "score": solved / 164})
-    table = front_page.front_table(records)
+    table = model_tables.front_table(records)
     assert "| HumanEval, of 164 |" in table
     assert re.search(r"^\| 16 bits \|.* \| 91 \| 1.0 \|$", table, re.MULTILINE)
     assert re.search(r"^\| `int8` \|.* \| 90 \| [\d.]+ \|$", table, re.MULTILINE)

@@ -1,0 +1,381 @@
+"""Tables and the picture of real models: README's table of size, loss, tasks and speed, the tables of docs/results.md, and
+those of docs/transformers-quantized-cache.md, with transformers' own quantized caches beside presets."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig
+
+from hf_lowbit_kv.eval.benchmarks.model_accuracy import FULL_CACHE, OUT, PEERS, TEXTS_OUT
+from hf_lowbit_kv.eval.benchmarks.model_tasks import OUT as TASKS
+from hf_lowbit_kv.eval.benchmarks.model_tasks import RULER_ITEMS
+from hf_lowbit_kv.eval.benchmarks.result_files import Record, current_records, listed, markdown_table, newest
+from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS as RULER
+from hf_lowbit_kv.eval.provenance import RESULTS
+from hf_lowbit_kv.planning.fits import FULL, GB, fits
+from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, preset_names
+
+#: the measured model: name in the table and in the picture, name in the records (`model_accuracy.py`), and the
+#: configuration that determines the size of its cache
+SHORT_NAME = "Qwen2.5-Coder-1.5B"
+MEASURED = f"{SHORT_NAME}-Instruct, Q4_K_M weights"
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+#: tokens of the cache: the model's whole context
+CONTEXT = 32768
+#: presets that may be shown, without and with calibration. A preset is left out if another of its group has a smaller
+#: cache and a smaller KL
+PLAIN = ("int8", "int6", "kivi-4-sink", "k4v2-sink", "kitty-pro", "kitty", "kivi-2-hadamard-sink")
+CALIBRATED = ("eigen-4", "eigen-3", "eigen-2")
+#: shape of the decode steps whose speed is shown
+SHAPE = "gqa_b8_32k"
+#: number of items of HumanEval; records of fewer do not count
+HUMANEVAL = 164
+PICTURE = "docs/front.png"
+
+
+class Point(NamedTuple):
+    preset: str
+    bits: float
+    cache_gb: float
+    """size of a preallocated cache for `CONTEXT` tokens of the measured model"""
+    top1: float
+    """share of positions at which the most likely token of `MEASURED` is the same, mean of four texts of 4096 tokens"""
+    kl: float
+    """mean KL of the next-token distributions from full precision on the same texts, nats"""
+    speed: float | None
+    """how many times faster than 16-bit attention a decode step is, storing included"""
+
+
+@functools.cache
+def _cache_gb() -> Mapping[str, float]:
+    names = [name for name in (*PLAIN, *CALIBRATED) if name in preset_names()]
+    config = AutoConfig.for_model(**CONFIG, dtype="bfloat16")
+    return {fit.preset: fit.cache / GB for fit in fits(config, CONTEXT, "24GB", presets=names)}
+
+
+def _speeds(path: Path) -> dict[str, float]:
+    """For each preset, how many times faster than 16-bit attention its newest measured decode step is. The step
+    includes storing, and follows another kernel, as in a model."""
+    speeds = {}
+    for record in current_records(path):
+        same = (record.get("shape"), record.get("backend", "cuda")) == (SHAPE, "cuda")
+        if not same or (record.get("head_dim", 128), record.get("query_length", 1)) != (128, 1):
+            continue
+        if "step_behind_ms" in record and "behind_peer_ms" in record:
+            speeds[record["preset"]] = record["behind_peer_ms"] / record["step_behind_ms"]
+        elif "step_ms" in record:  # older records
+            speeds[record["preset"]] = record["peer_ms"] / record["step_ms"]
+    return speeds
+
+
+def by_text(path: Path = OUT) -> dict[tuple[str, int], dict[str, dict[str, Record]]]:
+    """Newest accuracy records: of a model and context, of a preset or peer, of a text."""
+    found: dict[tuple[str, int], dict[str, dict[str, Record]]] = {}
+    for record in current_records(path):
+        caches = found.setdefault((record["model"], record["context"]), {})
+        caches.setdefault(record["preset"], {})[record["text"]] = record
+    return found
+
+
+def accuracy(context: int, path: Path = OUT) -> dict[str, dict[str, Record]]:
+    """The records of `MEASURED` at this length, by preset or peer, and by text."""
+    return by_text(path).get((MEASURED, context), {})
+
+
+def mean(records: Mapping[str, Any], key: str) -> float:
+    """The mean over texts."""
+    return sum(record[key] for record in records.values()) / len(records)
+
+
+def front_points(group: Sequence[str]) -> list[Point]:
+    """Measured presets of a group that no other preset of the group beats, most bits first."""
+    measured, speeds = accuracy(4096), _speeds(RESULTS / "decode-nvidia-h200.jsonl")
+    points = [
+        Point(
+            name,
+            mean(measured[name], "bits_per_value"),
+            _cache_gb()[name],
+            mean(measured[name], "top1"),
+            mean(measured[name], "kl"),
+            speeds.get(name, speeds.get(name.removesuffix("-sink"))),  # the sink is 32 tokens of 32768
+        )
+        for name in group
+        if name in measured and name in _cache_gb()
+    ]
+    return sorted(
+        (
+            point
+            for point in points
+            if not any(
+                other is not point and other.cache_gb <= point.cache_gb and other.kl <= point.kl for other in points
+            )
+        ),
+        key=lambda point: -point.bits,
+    )
+
+
+#: figures of the means over texts
+LOSS = {
+    "KL": lambda texts: f"{mean(texts, 'kl'):.4f}",
+    "99.9th": lambda texts: f"{max(record['kl_p999'] for record in texts.values()):.2f}",
+    "same next token": lambda texts: f"{100 * mean(texts, 'top1'):.1f} %",
+}
+#: contexts, and the texts that were read at each of them
+LONG_TEXTS = (
+    (4096, ("prose", "transcript", "code")),
+    (16384, ("prose", "transcript", "code")),
+    (32768, ("prose",)),
+)
+
+
+def models_table() -> str:
+    """Every measured preset on the real model, most bits first."""
+    by_context = {context: accuracy(context) for context, _ in LONG_TEXTS}
+    rows = []
+    for name, records in by_context[4096].items():
+        if name in PEERS:
+            continue
+        row = [f"`{name}`", f"{mean(records, 'bits_per_value'):.2f}", *(figure(records) for figure in LOSS.values())]
+        for context, texts in LONG_TEXTS:
+            measured = by_context[context].get(name, {})
+            complete = all(text in measured for text in texts)
+            row.append(f"{mean({text: measured[text] for text in texts}, 'kl'):.4f}" if complete else "")
+        rows.append((mean(records, "bits_per_value"), row))
+    longer = (f"KL, {context // 1024}k ({', '.join(texts)})" for context, texts in LONG_TEXTS)
+    rows.sort(key=lambda item: -item[0])
+    return markdown_table(("preset", "bits", *LOSS, *longer), (row for _, row in rows))
+
+
+def humaneval(path: Path = TASKS) -> dict[str, int]:
+    """For each preset, how many of `HUMANEVAL` items its newest record solved."""
+    return {
+        record["preset"]: round(record["score"] * record["items"])
+        for record in current_records(path)
+        if (record["task"], record["items"]) == ("humaneval", HUMANEVAL) and record["model"].startswith(SHORT_NAME)
+    }
+
+
+def front_table(tasks: Path = TASKS) -> str:
+    """README's table: presets without calibration, then those with one. HumanEval has a column if the default
+    preset has a record."""
+    solved = humaneval(tasks)
+    full = Point(FULL, 16, _cache_gb()[FULL], 1, mean(accuracy(4096)["dense"], "kl"), 1.0)
+    rows = [(full, "")]
+    rows += [(point, "no") for point in front_points(PLAIN)] + [(point, "yes") for point in front_points(CALIBRATED)]
+
+    def name(point: Point) -> str:
+        shown = "16 bits" if point is full else f"`{point.preset}`"
+        return f"**{shown}**" if point.preset == DEFAULT_PRESET else shown
+
+    columns: dict[str, Any] = {
+        "preset": lambda row: name(row[0]),
+        "calibrated": lambda row: row[1],
+        f"cache of {CONTEXT:,} tokens, GB": lambda row: f"{row[0].cache_gb:.3f}",
+        "KL from 16 bits": lambda row: f"{row[0].kl:.4f}",
+        f"HumanEval, of {HUMANEVAL}": lambda row: str(solved.get("dense" if row[0] is full else row[0].preset, "")),
+        "attention, times faster": lambda row: "" if row[0].speed is None else f"{row[0].speed:.1f}",
+    }
+    if DEFAULT_PRESET not in solved:
+        del columns[f"HumanEval, of {HUMANEVAL}"]
+    return listed(rows, columns)
+
+
+def _full_point() -> tuple[float, float]:
+    """The 16-bit cache: GB, and the share of equal next tokens. Rounding of bfloat16 keeps it below 1."""
+    return _cache_gb()[FULL], mean(accuracy(4096)["dense"], "top1")
+
+
+def digest() -> str:
+    """A hash of the figures in the picture. The picture's metadata contain it."""
+    shown = [list(point[:5]) for group in (PLAIN, CALIBRATED) for point in front_points(group)]
+    return hashlib.sha256(json.dumps([shown, _full_point()]).encode()).hexdigest()
+
+
+def draw(path: Path) -> None:
+    """Draw the picture: the share of equal next tokens over the GB of the cache."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for group, colour, label in ((PLAIN, "C0", "no calibration"), (CALIBRATED, "C1", "calibrated once")):
+        points = front_points(group)
+        axes.plot(
+            [point.cache_gb for point in points],
+            [100 * point.top1 for point in points],
+            "o-",
+            color=colour,
+            label=label,
+        )
+        for point in points:
+            default = point.preset == DEFAULT_PRESET
+            left = group is CALIBRATED
+            axes.annotate(
+                f"{point.preset} (default)" if default else point.preset,
+                (point.cache_gb, 100 * point.top1),
+                xytext=(-7, 3) if left else (7, -10),
+                textcoords="offset points",
+                ha="right" if left else "left",
+                fontsize=9,
+                weight="bold" if default else "normal",
+                color=colour,
+            )
+    full, same = _full_point()
+    axes.plot([full], [100 * same], "s", color="0.3")
+    axes.annotate(
+        f"16 bits: {full:.2f} GB",
+        (full, 100 * same),
+        xytext=(0, -15),
+        textcoords="offset points",
+        ha="center",
+        color="0.3",
+        fontsize=9,
+    )
+    axes.set(
+        title=SHORT_NAME,
+        xlabel=f"KV cache of {CONTEXT:,} tokens (GB)",
+        ylabel="same next token as in 16 bits (%)",
+    )
+    axes.margins(y=0.12)
+    axes.set_xlim(0, full * 1.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=120, metadata={"Description": digest()})
+
+
+# ---- tasks ------------------------------------------------------------------------------------------------------------
+
+#: tasks with worked examples, and the number of their items; records of fewer do not count
+WORKED = {"humaneval": ("HumanEval", HUMANEVAL), "gsm8k": ("GSM8K", 100)}
+#: columns of RULER's tasks: beginnings of names
+KINDS = {
+    "NIAH single": "niah_single",
+    "NIAH multikey": "niah_multikey",
+    "NIAH multivalue": "niah_multivalue",
+    "NIAH multiquery": "niah_multiquery",
+    "VT": "vt",
+    "CWE": "cwe",
+    "FWE": "fwe",
+    "QA": "qa",
+}
+NONE = "(no record)\n"
+#: a task, and the context of RULER's
+Key = tuple[str, int | None]
+Records = dict[Key, Record]
+
+
+def newest_tasks(path: Path = TASKS) -> dict[str, Records]:
+    """For each preset, most bits first, its newest record of each task and context, with all items."""
+    found: dict[str, Records] = {}
+    for record in current_records(path):
+        task = record["task"]
+        items = WORKED[task][1] if task in WORKED else RULER_ITEMS
+        if record["model"].startswith(SHORT_NAME) and record["items"] >= items:
+            found.setdefault(record["preset"], {})[task, record.get("context")] = record
+    return dict(sorted(found.items(), key=lambda item: -get_preset(item[0]).spec().bits_per_value(4096, 128)))
+
+
+def contexts(presets: Collection[Records]) -> list[int]:
+    """Contexts at which a preset has all of RULER's tasks."""
+    lengths = {length for records in presets for task, length in records if task in RULER and length is not None}
+    return sorted(n for n in lengths if any(all((task, n) in records for task in RULER) for records in presets))
+
+
+def tasks_table(path: Path = TASKS) -> str:
+    """Scores of each preset in percent, and the share of the tokens attended to that is packed: solved items of HumanEval
+    and GSM8K, and the mean of RULER's tasks at each context."""
+    presets = newest_tasks(path)
+    lengths = contexts(presets.values())
+    columns: dict[str, list[Key]] = {shown: [(task, None)] for task, (shown, _) in WORKED.items()}
+    columns |= {f"RULER, {length // 1024}k": [(task, length) for task in RULER] for length in lengths}
+    rows = [[f"`{name}`", *(_cell(records, keys) for keys in columns.values())] for name, records in presets.items()]
+    return markdown_table(["preset", *columns], rows) if rows else NONE
+
+
+def ruler_table(path: Path = TASKS) -> str:
+    """Scores of RULER's tasks in percent, by kind: a row for each context and preset."""
+    presets = newest_tasks(path)
+    rows = [
+        [
+            f"{length // 1024}k, `{name}`",
+            *(
+                _cell(records, [(task, length) for task in RULER if task.startswith(begin)], packed=False)
+                for begin in KINDS.values()
+            ),
+        ]
+        for length in contexts(presets.values())
+        for name, records in presets.items()
+        if all((task, length) in records for task in RULER)
+    ]
+    return markdown_table(["context, preset", *KINDS], rows) if rows else NONE
+
+
+def _cell(records: Records, keys: list[Key], packed: bool = True) -> str:
+    """The mean score in percent, with the packed share in brackets; empty if a task has no record."""
+    if not all(key in records for key in keys):
+        return ""
+    score, share = (100 * sum(records[key][field] for key in keys) / len(keys) for field in ("score", "packed_share"))
+    return f"{score:.1f} ({share:.0f} %)" if packed else f"{score:.0f}"
+
+
+# ---- transformers' quantized caches -----------------------------------------------------------------------------------
+
+#: presets that are shown beside the peers
+SHOWN = ("dense", "int8", "kivi-4-sink", "k4v2-sink")
+#: what a peer stores beside its codes: a scale and a shift of 16 bits for 64 numbers
+METADATA_BITS = 32 / 64
+#: how a table names caches that are no presets
+NAMES = {
+    "quanto-4": "quanto, 4 bits",
+    "quanto-4-channel": "quanto, 4 bits, `axis_key=-1`",
+    "quanto-2": "quanto, 2 bits",
+    "hqq-4": "HQQ, 4 bits",
+    FULL_CACHE: "`DynamicCache`",
+}
+
+
+def peers_table(path: Path = OUT) -> str:
+    """KL of both kinds, for each model at its longest measured context: means of the texts that all peers have read."""
+    measured = by_text(path)
+    rows = []
+    for model, context in {model: context for model, context in sorted(measured)
+                           if PEERS.keys() & measured[model, context].keys()}.items():  # fmt: skip
+        caches = measured[model, context]
+        texts = set.intersection(*(set(caches[name]) for name in caches if name in PEERS))
+        shown = f"{model.partition(',')[0]}, {len(texts)} text{'s' * (len(texts) > 1)} of {context} tokens"
+        for name in (*SHOWN, *PEERS):
+            if name in caches and texts <= set(caches[name]):
+                records = {text: caches[name][text] for text in texts}
+                bits = PEERS[name][1] + METADATA_BITS if name in PEERS else mean(records, "bits_per_value")
+                figures = (figure(records) for figure in LOSS.values())
+                rows.append([shown, NAMES.get(name, f"`{name}`"), f"{bits:.2f}", *figures])
+                shown = ""
+    return markdown_table(("model", "cache", "bits", *LOSS), rows)
+
+
+def texts_table(path: Path = TEXTS_OUT) -> str:
+    """The newest answers of each model and cache."""
+    columns = {
+        "model": lambda r: r["model"].partition(",")[0],
+        "cache": lambda r: NAMES.get(r["cache"], f"`{r['cache']}`"),
+        "MB": lambda r: f"{r['cache_bytes'] / 1e6:.1f}",
+        "answer": lambda r: " ".join(r["text"].split()).replace("|", "\\|").replace("`", "'"),
+    }
+    answers = newest(current_records(path), "model", "cache").values()
+    return listed(answers, columns).replace("---:|\n", "---|\n", 1)
