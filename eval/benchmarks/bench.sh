@@ -58,5 +58,5 @@ measure bench_decode --preset kivi-2-hadamard --preset kitty-hadamard $all $both
 measure bench_memory batch
 measure bench_memory batch --contender DynamicCache/eager --contender dense/compiled --contender kivi-2-sink/compiled --contender eigen-2/compiled --contender eigen-3/compiled
 # docs/benchmarks.md: 7 minutes, 60 GB
-measure bench_generate caches --tokens 1048576 --contender kivi-2/tuned --prefill-tokens 0
+measure bench_generate caches --tokens 1048576 --contender kivi-2/tuned
 exit $failed

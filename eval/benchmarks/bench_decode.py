@@ -4,10 +4,9 @@ Presets are checked before they are timed. If a preset's output or packed bytes 
 preset is not timed. Peers and packed steps are timed in the same rounds. Use their ratio: absolute times drift between
 machines and days.
 
-- `ms`: attention of one step over all stored tokens, including the transform of its queries and keys. `transform_ms`:
-  the part for the transform (`ms` less the same step without the transform, timed in the same rounds).
+- `ms`: attention of one step over all stored tokens, including the transform of its queries and keys.
 - `append_ms`: storing one token in every row, without attention but with packing, as a mean over the steps that fill a
-  page. `pack_ms`: the part for packing (`append_ms` less steps that pack nothing, timed in the same rounds).
+  page.
 - `step_ms`: a decode step as in a model, attention and storing, as a mean over the same steps. `step_append_ms`: the
   part for storing. It is `step_ms` less the attention of the same steps over the tokens stored then, timed in the
   same rounds.
@@ -146,16 +145,12 @@ def measure(
     candidates += [Candidate(name, calls) for name, calls in peers.items()]
     firsts = [Candidate(each.name, each.calls[:1], each.graph) for each in candidates]
     behind = time_behind(firsts, device, rounds)
-    if not spec.untransformed:
-        calls = [lambda case=case: case.attend(backend) for case in [case.without_transform() for case in cases]]
-        candidates.append(Candidate("bare", calls, graph))
     times = time_interleaved(candidates, device, rounds)
-    bare_ms = times.pop("bare", None)
     alone = {name: times.pop(name) for name in trees}
     alone_behind = {name: behind.pop(name) for name in trees}
     peer = min(times, key=times.__getitem__) if times else None
     peer_ms, behind_peer_ms = (times[peer], min(behind.values())) if peer else (None, None)
-    append_ms, pack_ms = time_append(cases[0], backend, graph, device, rounds)
+    append_ms = time_append(cases[0], backend, graph, device, rounds)
     steps, attention_ms, steps_behind = time_steps(trees, backend, graph, device, rounds)
     ms, step_ms, nbytes = alone[OURS], steps[OURS], cases[0].nbytes
 
@@ -176,8 +171,6 @@ def measure(
         "relerr": relerr,
         "append_ms": append_ms,
         "append_share": append_ms / ms,
-        "pack_ms": pack_ms,
-        "pack_share": None if pack_ms is None else pack_ms / ms,
         "step_ms": step_ms,
         "step_ratio": against_peer(step_ms, peer_ms),
         "step_append_ms": step_ms - attention_ms,
@@ -188,8 +181,6 @@ def measure(
         "step_behind_ms": steps_behind[OURS],
         "step_behind_ratio": against_peer(steps_behind[OURS], behind_peer_ms),
         "transform": str(spec.key_transform),
-        "transform_ms": None if bare_ms is None else ms - bare_ms,
-        "transform_share": None if bare_ms is None else ms / bare_ms - 1,
         "bytes": nbytes,
         "bandwidth": bandwidth,
         "peers_ms": times,
@@ -213,25 +204,14 @@ def measure(
     return record
 
 
-def time_append(
-    case: PackedCase, backend: str, graph: bool, device: torch.device, rounds: int
-) -> tuple[float, float | None]:
-    """Milliseconds to store one token in every row, as a mean over as many steps as a page has tokens. The second
-    number is the part for packing, or `None` if tokens go directly into pages."""
+def time_append(case: PackedCase, backend: str, graph: bool, device: torch.device, rounds: int) -> float:
+    """Milliseconds to store one token in every row, as a mean over as many steps as a page has tokens."""
     counters = case.state.length.clone(), case.state.paged.clone()
-    steps = [lambda token=token: case.append(token, backend) for token in range(case.spec.page_size)]
-    candidates = [Candidate("all", steps, graph, before=lambda: rewind(case, counters))]
-    if not case.spec.direct:
-        packed = case.state.paged.clone()
-        for step in steps:  # stop after the first step that packs: then the next `page_size - 1` steps pack nothing
-            step()
-            if not torch.equal(case.state.paged, packed):
-                break
-        behind = case.state.length.clone(), case.state.paged.clone()
-        candidates.append(Candidate("quiet", steps[1:], graph, before=lambda: rewind(case, behind)))
-    times = time_interleaved(candidates, device, rounds)
+    steps = [partial(case.append, token, backend) for token in range(case.spec.page_size)]
+    append = Candidate("append", steps, graph, before=lambda: rewind(case, counters))
+    times = time_interleaved([append], device, rounds)
     rewind(case, counters)
-    return times["all"], None if case.spec.direct else times["all"] - times["quiet"]
+    return times["append"]
 
 
 def time_steps(
@@ -417,7 +397,7 @@ def main(
     if other is not None:
         run.console.print(comparison(run.records))
     times = "ms:.4f", "peer", "ratio:.2f", "byte_limit_ratio:.2f", "relerr:.1e", "step_ms:.4f", "behind_ms:.4f"
-    shares = "append_share:.1%", "pack_share:.1%", "step_append_share:.1%", "transform_share:.1%"
+    shares = "append_share:.1%", "step_append_share:.1%"
     run.end("shape", "preset", "backend", *times, "step_behind_ms:.4f", "step_behind_ratio:.2f", *shares)
 
 

@@ -6,15 +6,13 @@ given length. The contenders are timed in one process, one after the other in ea
 after its compiled tokens agree with the eager tokens of the same cache (`agreement`).
 
 - `step_ms`: median time of a step of `generate`, from one call of a logits processor to the next. CPU work, waiting and
-  sampling are included. `mean_ms`: mean over a whole page of steps, packing included.
+  sampling are included.
 - `device_ms`: GPU time of a step, by kind of work. `kernels`: the most expensive kernels (name, ms, launches). Two
   compilations of a model differ, because the tiles of products are searched again each time.
 - `limit_ms`: time to read weights and stored bytes once, at the bandwidth measured in the same run.
-- `prefill_s`: seconds to read a prompt of this length with this cache, if measured.
 - `peak_bytes`: the allocator's peak in a step, without the caches of other contenders.
 - `mode`: `eager`; `recorded`: in a CUDA graph with fused pieces, the default of `lb.generate`; `unfused`: the eager
-  step in a CUDA graph; `compiled`: transformers' own compilation; `tuned`: compiled with `lb.generate`'s settings, or
-  with the record's `compile_options`.
+  step in a CUDA graph; `compiled`: transformers' own compilation; `tuned`: compiled with `lb.generate`'s settings.
 - `decoding_steps`: the pieces that were fused.
 
 `weights`: decode steps with quantized weights. transformers quantizes the random weights while it loads them. `lb.generate`
@@ -30,17 +28,16 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import json
 import statistics
 import time
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, Wanted, is_host, make
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, Wanted, make
 from hf_lowbit_kv.eval.benchmarks.random_models import (
     POSITIONS,
     PeakMemory,
@@ -48,7 +45,6 @@ from hf_lowbit_kv.eval.benchmarks.random_models import (
     llama_8b,
     profile_steps,
     random_8b,
-    seconds_of,
     weight_bytes,
 )
 from hf_lowbit_kv.eval.benchmarks.result_files import (
@@ -130,24 +126,12 @@ class _Forced(LogitsProcessor):
 # ---- caches -----------------------------------------------------------------------------------------------------------
 
 
-def prefill_seconds(contender: Contender, tokens: int) -> float:
-    """Seconds to read a random prompt `[batch, tokens]` and write one token. A short prompt warms up before."""
-    model = contender.model
-    ids = torch.randint(0, model.config.vocab_size, (contender.batch, tokens), device=model.device)
-    for prompt in (ids[:, :512], ids):
-        contender.put_away()
-        contender.cache.reset()
-        seconds = seconds_of(model.device, functools.partial(contender.generate, prompt, 1))
-    return seconds
-
-
 def measure(
     contenders: list[Contender],
     tokens: int,
     bandwidth: float,
     steps: int,
     rounds: int,
-    prefill_tokens: int,
     run: Run,
 ) -> list[dict[str, Any]]:
     """Check contenders at one length. Then time those that pass, one after the other in each round."""
@@ -166,17 +150,12 @@ def measure(
     for contender, record in records.items():
         record["step_ms"] = statistics.median(samples[contender])
         record["tokens_per_second"] = contender.batch / record["step_ms"] * 1e3
-        record["mean_ms"] = statistics.mean(contender.steps_ms(128)) if contender.ours else None
         if contender.model.device.type == "cuda":
             profile = run.attempt(contender.label, functools.partial(profile_steps, contender, 8))
             if profile is not None:
                 record["device_ms"] = {kind: round(ms, 4) for kind, ms in profile["device_ms"].items()}
                 counted = ("kernels", "graph_launches", "kernel_launches", "synchronisations")
                 record |= {key: profile[key] for key in counted}
-        contender.put_away()
-    for contender, record in records.items():
-        measured = tokens * contender.batch <= prefill_tokens
-        record["prefill_s"] = prefill_seconds(contender, tokens) if measured else None
         contender.put_away()
     return list(records.values())
 
@@ -237,10 +216,6 @@ def time_caches(
     tiny: Tiny = False,
     steps: Annotated[int, typer.Option(help="Steps of a sample.")] = 16,
     rounds: Annotated[int, typer.Option(help="Samples of each contender.")] = 3,
-    prefill_tokens: Annotated[
-        int, typer.Option(help="Measure prefill up to so many tokens, all rows together.")
-    ] = 32768,
-    compile_options: Annotated[str | None, typer.Option(help="Mode `tuned`: inductor's options, as JSON.")] = None,
     device: Device = "cuda",
     commit: Commit = None,
     out: Out = None,
@@ -254,10 +229,9 @@ def time_caches(
     model = random_8b(run, layers, tiny) if model_name is None else load(run, model_name)
     run.common |= {"dtype": str(model.dtype).removeprefix("torch."), "steps": steps * rounds}
     bandwidth = read_bandwidth(run.device)
-    options = json.loads(compile_options or "null")
 
     def ready(each: Wanted, length: int) -> Contender | None:
-        made = functools.partial(_ready, each, model, batch, length, backend, options)
+        made = functools.partial(_ready, each, model, batch, length, backend)
         return run.attempt(each, made)
 
     # one cache of ours serves all lengths, because a step reads stored tokens, not unused capacity
@@ -266,46 +240,24 @@ def time_caches(
         present = {each: prepared for each, prepared in ours.items() if each.at(length)}
         present |= {each: ready(each, length) for each in wanted if each.is_host and each.at(length)}
         prepared = [each for each in present.values() if each is not None]
-        for record in measure(prepared, length, bandwidth, steps, rounds, prefill_tokens, run):
-            compiled = {} if options is None or record["mode"] != "tuned" else {"compile_options": options}
-            run.add(record | compiled)
+        for record in measure(prepared, length, bandwidth, steps, rounds, run):
+            run.add(record)
         del present, prepared
         gc.collect()
-    for line in crossovers(run.records):
-        run.console.print(line)
     sizes = "peak_bytes:GB", "cache_bytes:GB"
-    times = "step_ms:.2f", "limit_ms:.2f", "mean_ms:.2f", "prefill_s:.2f"
+    times = "step_ms:.2f", "limit_ms:.2f", "tokens_per_second:.1f"
     run.end("batch", "tokens", "cache", "backend", "mode", *times, *sizes, "device_ms", "synchronisations:.2f")
 
 
-def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | None, options: dict | None) -> Contender:
+def _ready(wanted: Wanted, model: Any, batch: int, length: int, backend: str | None) -> Contender:
     """A contender with a compiled step. Caches of fixed size have room for `length + HEADROOM` tokens."""
     chosen_backend = None if wanted.is_host else wanted.backend or backend
     contender = make(wanted.name, wanted.mode, model, batch, length + HEADROOM, chosen_backend)
-    contender.compile_config = None if options is None else CompileConfig(mode=None, options=options)  # type: ignore[arg-type]
     begin = time.perf_counter()
     contender.compile()
     if contender.mode != "eager":
         print(f"{contender.label}: ready in {time.perf_counter() - begin:.0f} s")
     return contender
-
-
-def crossovers(records: list[dict[str, Any]]) -> list[str]:
-    """For each pair of our caches and transformers' caches: the shortest length from which on ours is always faster."""
-    lines = []
-    for theirs in sorted({(r["cache"], r["mode"]) for r in records if is_host(r["cache"])}):
-        for ours in sorted({(r["cache"], r["mode"]) for r in records if not is_host(r["cache"])}):
-            times = {which: _times(records, which) for which in (ours, theirs)}
-            lengths = sorted(times[ours].keys() & times[theirs].keys())
-            slower = [n for n in lengths if times[ours][n] >= times[theirs][n]]
-            faster = [n for n in lengths if not slower or n > slower[-1]]
-            since = f"faster from {faster[0]} tokens" if faster else "not faster at any length"
-            lines.append(f"{'/'.join(ours)} against {'/'.join(theirs)}: {since} (of {lengths})")
-    return lines
-
-
-def _times(records: list[dict[str, Any]], which: tuple[str, str]) -> dict[int, float]:
-    return {r["tokens"]: r["step_ms"] for r in records if (r["cache"], r["mode"]) == which}
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------------

@@ -206,8 +206,6 @@ def time_layers(
     heads: Annotated[list[int], typer.Option(help="Query heads.")] = list(HEADS),  # noqa: B006
     preset: Annotated[list[str], typer.Option(help=f"Of {', '.join(PRESETS)}.")] = ["snapmla"],  # noqa: B006
     rounds: Rounds = 10,
-    wide_rows: Annotated[int | None, typer.Option(help="Query rows from which the wide kernel attends.")] = None,
-    both: Annotated[bool, typer.Option(help="With and without the conversion instruction.")] = False,
     commit: Commit = None,
     out: Out = None,
 ) -> None:
@@ -220,16 +218,11 @@ def time_layers(
     from hf_lowbit_kv.triton_kernels.cuda import latent
 
     run = Run("mla", str(device), commit, out)
-    if wide_rows is not None:
-        latent.WIDE_ROWS = wide_rows
     bandwidth = read_bandwidth(device)
-    for convert in (True, False) if both else (latent.CONVERT,):
-        latent.CONVERT = convert
-        latent._module.cache_clear()
-        for each, name, count in itertools.product(preset, shape, heads):
-            record = measure(latent.OPERATIONS, each, name, count, bandwidth, device, rounds)
-            run.add(record | {"convert": latent.converts(device)})
-            clean(device)
+    for each, name, count in itertools.product(preset, shape, heads):
+        record = measure(latent.OPERATIONS, each, name, count, bandwidth, device, rounds)
+        run.add(record | {"convert": latent.converts(device)})
+        clean(device)
     times = "ms:.4f", "step_ms:.4f", "peer", "peer_ms:.4f", "ratio:.2f", "byte_limit_ratio:.2f", "bandwidth_used:.2f"
     run.end("preset", "shape", "heads", "kernel", *times, "relerr:.1e")
 

@@ -32,8 +32,8 @@ class Contender:
 
     Args:
         name: `kivi-2` or another preset (`low_bit_cache`), `DynamicCache`, `StaticCache`, `quanto-4`.
-        mode: `eager`; `compiled`: transformers' own compilation; `tuned`: compiled with `compile_config`, or with
-            `lb.generate`'s settings; `recorded`: in a CUDA graph with fused pieces, the default of `lb.generate`;
+        mode: `eager`; `compiled`: transformers' own compilation; `tuned`: compiled with `lb.generate`'s
+            settings; `recorded`: in a CUDA graph with fused pieces, the default of `lb.generate`;
             `unfused`: the eager step in a CUDA graph.
         cache: the cache; `set_back` fills it.
         length: tokens in the filled cache.
@@ -45,7 +45,6 @@ class Contender:
     cache: Any
     batch: int
     backend: str | None = None
-    compile_config: Any = None
     length: int = 0
     filled: int = 0
     kv_heads: int | None = None
@@ -139,7 +138,7 @@ class Contender:
         recorded = self.mode in RECORDED
         compiles = not eager and not recorded and self.model.device.type == "cuda"
         if self.mode == "tuned" and compiles:
-            options["compile_config"] = self.compile_config or compile_config()
+            options["compile_config"] = compile_config()
         elif compiles:
             options["compile_config"] = CompileConfig()
         if self.ours and self.mode != "eager":

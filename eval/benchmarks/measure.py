@@ -14,26 +14,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from safetensors import safe_open
 from transformers import LlamaConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.calibration_files.calibration_lookup import bundled_folder, needs_of
-from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, PresetNames, Record, Run, read_records
 from hf_lowbit_kv.eval.bootstrap import block_means
 from hf_lowbit_kv.eval.cache_sizes import sizes
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, essay, load_model, package_folder
 from hf_lowbit_kv.eval.perplexity import mean_row, position_edges, score
 from hf_lowbit_kv.eval.preset_search import fitting_presets
-from hf_lowbit_kv.eval.provenance import RESULTS, append_record, device_name, provenance, results_path, run_command
+from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.formats import Parameter
 from hf_lowbit_kv.presets import PAPER_PRESETS, preset_names
@@ -66,6 +66,7 @@ TEXTS: dict[str, Callable[[], Text]] = {
     "popular.txt": lambda: read_text(essay("popular")),
     "jargon": jargon,
 }
+TextNames = Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TEXTS)} [default: all].")]
 #: what is measured besides the listed presets: those of papers, and ablations, whose names have suffixes
 ABLATIONS = (
     *PAPER_PRESETS,
@@ -167,31 +168,29 @@ def missing(records: Iterable[dict[str, Any]], definitions: dict[str, str], text
 
 
 def main(
-    preset: Annotated[list[str] | None, typer.Option(help="Preset, repeatable [default: all].")] = None,
-    text: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(TEXTS)} [default: all].")] = None,
+    preset: PresetNames = None,
+    text: TextNames = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure what is recorded too; the newest record counts.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Records to add at most.")] = None,
     dry_run: Annotated[bool, typer.Option(help="Only list what is missing.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda; float32 on both.")] = "cpu",
+    device: Device = "cpu",
     backend: Annotated[str | None, typer.Option(help="cpu, torch, triton [default: cpu, on a GPU torch].")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record [default: what git says].")] = None,
+    commit: Commit = None,
     out: Annotated[Path, typer.Option(help="JSON lines to append to.")] = OUT,
 ) -> None:
     """Measure what no record holds yet."""
-    if unknown := [name for name in text or [] if name not in TEXTS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is not known; allowed: {', '.join(TEXTS)}", param_hint="--text")
-    console = Console(stderr=True)
+    check_texts(text)
     model, tokenizer = load_model(None, torch.float32, device)
     backend = backend or ("cpu" if model.device.type == "cpu" else "torch")
     definitions = {name: definition(name) for name in preset or candidates(model)}
     todo = missing([] if again else read_records(out), definitions, text or TEXTS)[:limit]
-    console.print(f"{len(todo)} records to add")
+    print(f"{len(todo)} records to add", file=sys.stderr)
     if dry_run:
         print(json.dumps(todo))
         return
-    common = setting() | {"device": device_name(model.device), "backend": backend} | provenance(commit)
+    run = Run("", device, commit, out, backend=backend, **setting())
     same: dict[str, list[str]] = {}  # presets with the same stored bytes are measured once
     for each in dict.fromkeys(each for _, each in todo):
         same.setdefault(definitions[each], []).append(each)
@@ -202,29 +201,34 @@ def main(
         names = [
             name for name in TEXTS if any((name, each) in todo for stored in group.values() for each in same[stored])
         ]
-        for each, name, record in _measure(names, list(group), model, tokenizer, backend):
+        factories = {each: functools.partial(lb.from_preset, each, model, backend=backend) for each in group}
+        for each, name, record in measured(names, factories, model, tokenizer):
             for preset_name in same[group[each]]:
                 if (name, preset_name) in todo:
-                    subject = {"preset": preset_name, "text": name, "definition": group[each]}
-                    append_record(out, record | subject | common)
-            console.print(f"{name}: {', '.join(same[group[each]])}, KL {record['kl']:.5f}")
+                    run.add(record | {"preset": preset_name, "text": name, "definition": group[each]})
+            print(f"{name}: {', '.join(same[group[each]])}, KL {record['kl']:.5f}", file=sys.stderr)
 
 
-def _measure(
-    texts: list[str], presets: list[str], model: Any, tokenizer: Any, backend: str
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Preset, text and results of each measurement. On a GPU the texts are rows of one batch."""
-    factories = {preset: functools.partial(lb.from_preset, preset, model, backend=backend) for preset in presets}
+def check_texts(names: Iterable[str] | None) -> None:
+    """Raises `typer.BadParameter` for an unknown text."""
+    if unknown := [name for name in names or () if name not in TEXTS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is not known; allowed: {', '.join(TEXTS)}", param_hint="--text")
+
+
+def measured(
+    texts: Iterable[str], factories: Mapping[str, Callable[[], Any]], model: Any, tokenizer: Any
+) -> Iterator[tuple[str, str, Record]]:
+    """Name of the cache, text and results of each measurement. On a GPU the texts are rows of one batch."""
     edges = position_edges(START, CONTEXT)
-    for group in [texts] if model.device.type == "cuda" else [[text] for text in texts]:
+    for group in [[*texts]] if model.device.type == "cuda" else [[text] for text in texts]:
         content = [TEXTS[text]() for text in group]
-        measured = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(group), parallel=True)
+        scored = score(factories, content, model, tokenizer, CONTEXT, START, CHUNK, batch=len(group), parallel=True)
         sizes_of = sizes(factories, model, CONTEXT)
-        for preset, scores in measured.items():
-            bits = {"bits_per_value": sizes_of[preset].bits}
+        for name, scores in scored.items():
+            bits = {"bits_per_value": sizes_of[name].bits}
             for text, one in zip(group, scores, strict=True):
                 blocks = {"kl_blocks": block_means(one["kl"]).tolist()}
-                yield preset, text, bits | mean_row([one], edges) | blocks
+                yield name, text, bits | mean_row([one], edges) | blocks
 
 
 if __name__ == "__main__":

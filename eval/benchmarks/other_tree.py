@@ -224,16 +224,14 @@ def wanted_by(case: PackedCase, tree: OtherTree | None, backend: str) -> list[Wa
     """The compilations that a measurement of a case needs: attention in any order of pages and in fixed order, a step,
     and storing."""
     wanted: dict[Wanted, None] = {}
-    cases = [case if tree is None else case.of(tree)]
-    if tree is None and not case.spec.untransformed:
-        cases.append(case.without_transform())
+    if tree is not None:
+        case = case.of(tree)
     with _noting(tree, wanted):
-        for each in cases:
-            for order in ("0", "1"):
-                with patch.dict(os.environ, {determinism.VARIABLE: order}):
-                    each.attend(backend)
-        cases[0].step(0, backend)
-        cases[0].append(0, backend)
+        for order in ("0", "1"):
+            with patch.dict(os.environ, {determinism.VARIABLE: order}):
+                case.attend(backend)
+        case.step(0, backend)
+        case.append(0, backend)
     return list(wanted)
 
 

@@ -22,7 +22,6 @@ from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
-from hf_lowbit_kv.storage.transforms import NONE
 from hf_lowbit_kv.triton_kernels import determinism
 
 if TYPE_CHECKING:
@@ -178,16 +177,6 @@ class PackedCase:
         """Attention of a step, including the transform of its queries and keys. Stored keys and values count as
         transformed."""
         return self.ops.attend(self.chunk, self.store, backend)
-
-    def without_transform(self) -> PackedCase:
-        """The same step with queries and keys that are already transformed."""
-        q, k, v = reference.transformed(self.chunk, self.store)[:3]
-        assert q is not None
-        store = copy.copy(self.store)
-        store.spec = dataclasses.replace(self.spec, key_transform=NONE, value_transform=NONE)
-        of_formats = [record for role, record in self.spec.by_role(self.state).items() if role.endswith("_format")]
-        store.state = self.state._replace(parameters=of_formats)
-        return dataclasses.replace(self, store=store, q=q, k=k, v=v)
 
     def of(self, tree: OtherTree) -> PackedCase:
         """The same layer and inputs for the code of another tree."""

@@ -199,41 +199,10 @@ def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
     return make
 
 
-def _flashinfer(x: Inputs) -> Callable[[], torch.Tensor]:
-    """FlashInfer's paged decode on tensor cores, with pages of 16 tokens."""
-    import flashinfer
-
-    batch, heads, query_length, head_dim = x.q.shape
-    kv_heads, tokens, page = x.k.shape[1], x.k.shape[2], 16
-    if query_length != 1 or tokens % page:
-        raise ValueError(f"set up for one query token and pages of {page} tokens")
-    # [B, H, n, D] -> [pages, page, H, D]
-    paged = tuple(t.transpose(1, 2).reshape(-1, page, kv_heads, head_dim) for t in (x.k, x.v))
-    pages = tokens // page
-    counts: dict[str, Any] = {"dtype": torch.int32, "device": x.q.device}
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(256 * 2**20, dtype=torch.uint8, device=x.q.device), "NHD", use_tensor_cores=True
-    )
-    wrapper.plan(
-        torch.arange(batch + 1, **counts) * pages,
-        torch.arange(batch * pages, **counts),
-        torch.full((batch,), page, **counts),
-        heads,
-        kv_heads,
-        head_dim,
-        page,
-        q_data_type=x.q.dtype,
-        kv_data_type=x.k.dtype,
-    )
-    q = x.q[:, :, 0].contiguous()
-    return lambda: wrapper.run(q, paged).view(x.q.shape)
-
-
 PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
     "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "sdpa-cudnn-folded": _sdpa_folded(SDPBackend.CUDNN_ATTENTION),
     "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "flashinfer": _flashinfer,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from bench_runs import records_of
 
 from hf_lowbit_kv.eval import benchmarks
 from hf_lowbit_kv.eval.benchmarks import bench_calibrate
@@ -70,12 +69,8 @@ def test_a_failure_is_shown_and_the_others_run(tmp_path):
 )
 @pytest.mark.filterwarnings("ignore:tokens are not weighted:UserWarning")  # windows are short here
 def test_calibration_is_timed(preset, parts, tmp_path):
-    out, app = tmp_path / "out.jsonl", typer.Typer()
-    app.command()(bench_calibrate.main)
-    arguments = ["--device", "cpu", "--tiny", "--samples", "16", "--length", "256", "--preset", preset]
-    done = CliRunner().invoke(app, [*arguments, "--commit", "abc", "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    (record,) = [json.loads(line) for line in out.read_text().splitlines()]
+    arguments = ["--device", "cpu", "--tiny", "--samples", 16, "--length", 256, "--preset", preset, "--commit", "abc"]
+    (record,) = records_of(bench_calibrate.main, tmp_path / "out.jsonl", *arguments)
     assert record["preset"] == preset
     assert (record["samples"], record["length"], record["commit"]) == (16, 256, "abc")
     assert record["parts"].keys() == parts

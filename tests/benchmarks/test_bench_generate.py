@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-import typer
+from bench_runs import invoked, records_of
 from transformers import StaticCache
-from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import bench_generate, bench_memory, contenders, random_models
@@ -18,27 +17,12 @@ from hf_lowbit_kv.eval.provenance import results_path
 
 CPU = torch.device("cpu")
 KEYS = {
-    *(
-        "batch",
-        "tokens",
-        "cache",
-        "mode",
-        "backend",
-        "step_ms",
-        "mean_ms",
-        "limit_ms",
-        "prefill_s",
-        "peak_bytes",
-        "cache_bytes",
-    ),
-    *("gpu", "torch", "triton", "transformers", "commit", "date", "tokens_per_second", "filled"),
+    *("batch", "tokens", "cache", "mode", "backend", "step_ms", "limit_ms", "peak_bytes", "cache_bytes", "filled"),
+    *("gpu", "torch", "triton", "transformers", "commit", "date", "tokens_per_second", "steps", "dtype", "model"),
 }
 
 
-def run(command, out, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, ["--tiny", "--device", "cpu", "--out", str(out), *arguments])
+SMALL = ("--tiny", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -47,24 +31,10 @@ def model():
 
 
 def test_bench_generate_records(tmp_path):
-    out = tmp_path / "generate.jsonl"
     contenders = ["DynamicCache/eager@400", "StaticCache/compiled", "kivi-2/tuned", "kivi-4:torch/eager"]
     arguments = [part for name in contenders for part in ("--contender", name)]
-    done = run(
-        bench_generate.time_caches,
-        out,
-        *arguments,
-        "--tokens",
-        "383",
-        "--tokens",
-        "500",
-        "--steps",
-        "3",
-        "--rounds",
-        "1",
-    )
-    assert done.exit_code == 0, done.output
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    arguments += ["--tokens", 383, "--tokens", 500, "--steps", 3, "--rounds", 1]
+    records = records_of(bench_generate.time_caches, tmp_path / "generate.jsonl", *SMALL, *arguments)
     assert [r["cache"] for r in records if r["tokens"] == 383] == ["kivi-2", "kivi-4", "DynamicCache", "StaticCache"]
     assert [r["cache"] for r in records if r["tokens"] == 500] == ["kivi-2", "kivi-4", "StaticCache"]
     assert all(set(record) >= KEYS for record in records)
@@ -72,27 +42,13 @@ def test_bench_generate_records(tmp_path):
     assert packed["tokens_equal"] == packed["tokens_compared"] == 8
     assert packed["cache_bytes"] < host["cache_bytes"] == 2 * 382 * 64 * 4 * 2
     assert packed["limit_ms"] < host["limit_ms"]
-    assert packed["mean_ms"] > 0
-    assert "against StaticCache/compiled" in done.output
-
-
-@pytest.mark.slow
-def test_records_tell_other_compiler_settings(tmp_path):
-    out = tmp_path / "generate.jsonl"
-    arguments = ["--tokens", "300", "--steps", "2", "--rounds", "1", "--contender", "kivi-2/tuned", "--contender"]
-    options = {"combo_kernels": True}
-    assert run(bench_generate.time_caches, out, *arguments, "StaticCache/compiled").exit_code == 0
-    done = run(bench_generate.time_caches, out, *arguments, "kv8/eager", "--compile-options", json.dumps(options))
-    assert done.exit_code == 0, done.output
-    found = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [r.get("compile_options") for r in found] == [None, None, options, None]
 
 
 def test_bench_generate_times_nothing_that_disagrees(tmp_path, monkeypatch):
     out = tmp_path / "generate.jsonl"
     monkeypatch.setattr(bench_generate, "LOGITS_TOLERANCE", -1.0)
     arguments = ["--contender", "kivi-2/tuned", "--contender", "DynamicCache/eager", "--steps", "2", "--rounds", "1"]
-    done = run(bench_generate.time_caches, out, *arguments, "--tokens", "300")
+    done = invoked(bench_generate.time_caches, *SMALL, *arguments, "--tokens", "300", "--out", out)
     assert done.exit_code == 1
     assert "kivi-2 tuned: logits of step 0 differ" in done.output
     assert [json.loads(line)["cache"] for line in out.read_text().splitlines()] == ["DynamicCache"]
@@ -162,15 +118,6 @@ def test_what_grows_cannot_be_compiled(model):
     assert isinstance(contenders.make("StaticCache", "compiled", model, 1, 512).cache, StaticCache)
 
 
-def test_crossovers():
-    def record(cache, tokens, ms):
-        return {"cache": cache, "mode": "m", "tokens": tokens, "step_ms": ms}
-
-    records = [record("StaticCache", n, ms) for n, ms in ((1, 5), (2, 6), (3, 7))]
-    records += [record("kivi-2", n, ms) for n, ms in ((1, 6), (2, 5), (3, 5))]
-    assert bench_generate.crossovers(records) == ["kivi-2/m against StaticCache/m: faster from 2 tokens (of [1, 2, 3])"]
-
-
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
@@ -200,9 +147,7 @@ def test_profile_tells_steps_from_the_prompt(model):
 
 def test_bench_batch_records(tmp_path):
     out = tmp_path / "batch.jsonl"
-    done = run(bench_memory.measure_batch, out, "--new-tokens", "500", "--most", "2")
-    assert done.exit_code == 0, done.output
-    host, dense, packed = (json.loads(line) for line in out.read_text().splitlines())
+    host, dense, packed = records_of(bench_memory.measure_batch, out, *SMALL, "--new-tokens", "500", "--most", "2")
     assert (host["cache"], dense["cache"], packed["cache"]) == ("DynamicCache", "dense", "kivi-2-sink")
     assert (host["mode"], dense["mode"], packed["mode"]) == ("eager", "compiled", "compiled")
     assert host["rows"] == dense["rows"] == packed["rows"] == 2
@@ -235,9 +180,7 @@ def test_bench_batch_takes_windows_and_parameters(tmp_path):
     out = tmp_path / "batch.jsonl"
     names = ("eigen-2", "eigen-2,sink=4,residual=32")
     arguments = [part for name in names for part in ("--contender", f"{name}/compiled")]
-    done = run(bench_memory.measure_batch, out, "--new-tokens", "500", "--most", "2", *arguments)
-    assert done.exit_code == 0, done.output
-    wide, narrow = (json.loads(line) for line in out.read_text().splitlines())
+    wide, narrow = records_of(bench_memory.measure_batch, out, *SMALL, "--new-tokens", "500", "--most", "2", *arguments)
     assert (wide["cache"], narrow["cache"]) == names
     # 2 layers, float32: a matrix, its inverse and the center before it, and centers and steps of keys and values
     assert wide["shared_bytes"] == narrow["shared_bytes"] == 2 * 4 * (2 * 64 * 64 + 64 + 2 * 2 * 64)

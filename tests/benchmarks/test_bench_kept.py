@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
-import typer
-from typer.testing import CliRunner
+from bench_runs import records_of
 
 from hf_lowbit_kv.eval.benchmarks import bench_kept
 
 
 def test_bench_kept(tmp_path):
-    app = typer.Typer()
-    app.command()(bench_kept.main)
-    out = tmp_path / "kept.jsonl"
-    arguments = ["--device", "cpu", "--tiny", "--layers", "2", "--tokens", "600", "--repeats", "1", "--out", str(out)]
-    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    arguments = ["--device", "cpu", "--tiny", "--tokens", 600, "--repeats", 1]
+    records = records_of(bench_kept.main, tmp_path / "kept.jsonl", *arguments)
     assert [record["kind"] for record in records] == ["fork", "fork", "save", "restore", *["first_token"] * 3]
     cached = {record["source"]: record["cached_tokens"] for record in records if record["kind"] == "first_token"}
     assert cached == {"gpu": 600, "folder": 600, "none": 0}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import typer
+from bench_runs import records_of
 from cases import tiny_models
-from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import bench_prompt
@@ -97,12 +95,8 @@ def test_pieces(prompt, length, chunk, packs, want):
 
 
 def test_memory_in_a_dry_run(tmp_path):
-    app, out = typer.Typer(), tmp_path / "chunked.jsonl"
-    app.command()(bench_prompt.compare_chunks)
-    arguments = ["--memory", "--tiny", "--device", "cpu", "--tokens", "300", "--chunk", "128", "--chunk", "0"]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    arguments = ["--memory", "--tiny", "--device", "cpu", "--tokens", 300, "--chunk", 128, "--chunk", 0]
+    records = records_of(bench_prompt.compare_chunks, tmp_path / "chunked.jsonl", *arguments)
     assert [record["chunk"] for record in records] == [128, 0]
     assert {record["nbytes"] for record in records} == {records[0]["nbytes"]}
     assert all(record["seconds"] > 0 and record["peak"] is None for record in records)  # a CPU has no allocator to ask

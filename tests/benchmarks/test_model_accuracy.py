@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-import typer
+from bench_runs import records_of
 from cases import tiny_models
 from number_text import Numbers
 from transformers import DynamicCache
-from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks
@@ -35,13 +32,9 @@ def test_records_of_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(model_accuracy.AutoTokenizer, "from_pretrained", lambda *_: Numbers())
     text, out = tmp_path / "prose.txt", tmp_path / "records.jsonl"
     text.write_text(" ".join(str(3 + i * i % 80) for i in range(600)), encoding="utf-8")
-    app = typer.Typer()
-    app.command()(model_accuracy.measure_kl)
-    arguments = ["--model", tmp_path / "model", "--name", "tiny", "--text", text, "--context", 512, "--out", out]
-    arguments += ["--preset", "dense", "--preset", "kivi-2", "--dtype", "float32", "--device", "cpu"]
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == 0
-    dense, low = map(json.loads, out.read_text().splitlines())
+    arguments = ["--model", tmp_path / "model", "--name", "tiny", "--text", text, "--context", 512, "--preset", "dense"]
+    arguments += ["--preset", "kivi-2", "--dtype", "float32", "--device", "cpu"]
+    dense, low = records_of(model_accuracy.measure_kl, out, *arguments)
     assert (dense["preset"], dense["text"], dense["context"], dense["start"]) == ("dense", "prose", 512, 64)
     assert len(dense["weights"]) == 64
     assert dense["kl"] == pytest.approx(0, abs=1e-6)

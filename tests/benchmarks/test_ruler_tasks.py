@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import collections
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
-import typer
+from bench_runs import records_of
 from cases import tiny_models
 from letters import letters
-from typer.testing import CliRunner
 
 from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks, ruler_tasks
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item
@@ -102,14 +100,10 @@ def test_records_of_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(model_tasks, "SHOTS", {"gsm8k": 1})
     scored = iter([1.0, 0.25] * 2)
     monkeypatch.setattr(ruler_tasks, "score", lambda *_: next(scored))
-    app, out = typer.Typer(), tmp_path / "records.jsonl"
-    app.command()(model_tasks.main)
-    arguments = ["--model", tmp_path / "model", "--name", "tiny", "--out", out, "--dtype", "float32", "--device", "cpu"]
+    arguments = ["--model", tmp_path / "model", "--name", "tiny", "--dtype", "float32", "--device", "cpu"]
     arguments += ["--preset", "dense", "--preset", "kivi-2", "--limit", 2, "--context", 2000]
     arguments += ["--task", "niah_single_1", "--task", "gsm8k"]
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == 0
-    solved, packed, dense, low = map(json.loads, out.read_text().splitlines())
+    solved, packed, dense, low = records_of(model_tasks.main, tmp_path / "records.jsonl", *arguments)
     assert [(x["task"], x["preset"], x["context"], x["items"]) for x in (solved, packed, dense, low)] == [
         ("gsm8k", "dense", None, 2),
         ("gsm8k", "kivi-2", None, 2),

@@ -32,8 +32,8 @@ from transformers import AutoConfig
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import NAME, as_argument
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
-from hf_lowbit_kv.eval.benchmarks.random_models import random_model
 from hf_lowbit_kv.eval.benchmarks.packed_layer import random_parameters
+from hf_lowbit_kv.eval.benchmarks.random_models import random_model
 from hf_lowbit_kv.generation import recording
 
 LAYERS = 4
