@@ -41,8 +41,7 @@ class Run:
     """A call of a benchmark: its device, its records, and the measurements that failed.
 
     Args:
-        kind: first part of the name of the file in `eval/results/`.
-        out: another file.
+        kind: first part of the name of the file in `eval/results/`, unless `out` is given.
         common: fields of all records.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_lowbit_kv.formats.fp8 import E4M3_MAX, Fp8, scale_of, to_e4m3
+from hf_lowbit_kv.formats.fp8 import Fp8, scale_of, to_e4m3
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, read_pages
 from hf_lowbit_kv.storage.step import Chunk
@@ -142,5 +142,3 @@ CONFIGURATIONS: dict[str, tuple[str, str | None]] = {
     "C: per tensor, dynamic": ("tensor", None),
     "D: per block": ("block", None),
 }
-
-__all__ = ["BLOCK", "CONFIGURATIONS", "E4M3_MAX", "attend", "attention", "quantize", "quantize_queries", "stored"]
