@@ -16,7 +16,7 @@ from .dense import prepare as prepare
 from .dense import weigh as weigh
 
 MAX = tl.constexpr(E4M3_MAX)
-LEAST = tl.constexpr(LEAST_SCALE)
+SMALLEST_SCALE = tl.constexpr(LEAST_SCALE)
 
 
 class Params(NamedTuple):
@@ -128,11 +128,11 @@ def store_tile(page, x, row, valid, channel, P: tl.constexpr):
     """Encode a tile of tokens, float32 `[ROWS, padded]`, as the page's tokens `row` `[ROWS]`. channel: `[1, padded]`."""
     if P.scaled:
         # a maximum ignores NaN, but not Inf
-        most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
+        largest = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
         # div_rn, because `/` on float32 is approximate on a GPU
-        scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)
+        scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + MAX), SMALLEST_SCALE)
         nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-        scale = tl.where(most < float("inf"), scale, nan)
+        scale = tl.where(largest < float("inf"), scale, nan)
         tl.store((page + P.scale_at).to(tl.pointer_type(tl.float32)) + row, scale, mask=valid)
         x = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
     keep = valid[:, None] & (channel < P.width)
