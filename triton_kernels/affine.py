@@ -5,18 +5,18 @@ subnormal number `code * 2^position * 2^-24`. It is exact, and tensor cores mult
 is folded into q for keys, and into the accumulator's unit for values. A 16-bit word holds the fields of its low byte in
 place. The fields of its high byte need one shift first. The largest field, 0x00ff, is still subnormal.
 
-Scales and zero points are folded away too, if a group spans the tile (`mode`):
+Scales and zero points are folded too, if a group spans the tile (`mode`):
 
 - `"token"` (whole head): for keys, they are applied to the column of scores. For values, the scale is added to the
-  weights' *exponent*, so float16 weights are normalised by what a token contributes, and no range of scales overflows
-  or vanishes.
+  weights' *exponent*, so float16 weights are normalised by a token's contribution, and no range of scales overflows or
+  vanishes.
 - `"channel"`: for values, scale and zero are applied to the tile's product. Keys are dequantized in registers, with
   three instructions for two codes. Scaling q would need fewer, but Triton moves the scaled q through shared memory for
   each plane. That costs far more (at 2 bits it doubles the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 
-`encode` makes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. `boosted` makes its
-low codes with `quantize` and `store_codes`.
+`encode` computes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. `boosted` computes
+its low codes with `quantize` and `store_codes`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TWO_24 = tl.constexpr(16777216.0)
 
 
 class CodeField(NamedTuple):
-    """Some bits of every code. A token's fields are in separate words, in order."""
+    """A field: some bits of every code. A token's fields are in separate words, in order."""
 
     bits: int
     #: bits of the code below this field
     shift: int
     #: words of a token
     words: int
-    #: words of a token in front of these
+    #: words of a token before these
     first_word: int
     #: words that `encode` takes at a time, if scales are per channel
     words_at_once: int
@@ -452,7 +452,7 @@ def scores(
 @triton.jit
 def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     """`"channel"`: plane `j` of the keys divided by 4, because a rounded scale may push the largest key beyond float16.
-    The codes are divided, not the scales, which would become subnormal where keys are small."""
+    The codes are divided, not the scales, which would become subnormal for small keys."""
     scale = tl.expand_dims(_per_channel(page, P.scale_at, n0, j, P), T)
     zero = tl.expand_dims(_per_channel(page, P.zero_at, n0, j, P) * 0.25, T)
     return _dequantized(words, j, scale, zero, TYPE, P)
@@ -461,7 +461,7 @@ def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.const
 @triton.jit
 def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     if P.mode == "token":
-        # if the scale is zero, so are the codes: any positive number will do
+        # if the scale is zero, so are the codes: any positive number is correct
         scale = tl.maximum(fetched[0].to(tl.float32), 1.0 / TWO_24)
         # divided twice, not multiplied by the inverse: Triton 3.6 fails on a value with two such uses
         offset = fetched[1].to(tl.float32) / scale

@@ -27,7 +27,7 @@ def _encode_page(
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens of page number `page` that lie in `start` to `stop` (token indices, sink not counted)."""
+    """Store the tokens of page number `page` in the range `start` to `stop` (token indices, sink not counted)."""
     base = page * PAGE
     low, high = tl.maximum(start - base, 0), tl.minimum(stop - base, PAGE)
     part = pool + tl.multiple_of(tl.load(table + page) + h * PAGE_BYTES, 16)

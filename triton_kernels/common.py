@@ -1,4 +1,4 @@
-"""Functions and constants that several kernels share."""
+"""Functions and constants for several kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reads pages in the layouts of `formats.fragment`. CUDA kernels attend to such pages; here is only `decode`, as
-`registry` describes it.
+"""Reads pages in the layouts of `formats.fragment`. CUDA kernels attend to such pages; this
+module has only `decode`, as `registry` describes it.
 
-The place of a code, in words and in bits, is the sum of a number for its token and a number for its channel. So each
-place of a tile costs one addition.
+The position of a code, in words and in bits, is the sum of a number for its token and a number for its channel. So each
+position of a tile costs one addition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Params(NamedTuple):
     group: int
     #: groups of a token
     groups: int
-    #: loads of `vector` words that a lane's part of a block consists of
+    #: loads of `vector` words for a lane's words of a block
     chunks: int
     vector: int
     scale_at: int
@@ -72,8 +72,8 @@ def _position(
     x, j, c, h, block,
     IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The part of (word, bit) that row or column `8 j + x` of an operand determines. c: which 16 channels, h: which
-    operand, block: which 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
+    """The contribution of row or column `8 j + x` of an operand to (word, bit). c: index of 16 channels, h: of the operand,
+    block: of 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
     word = c * (BITS // 2)
     if BITS == 8 and not IS_ROW:
         word += j

@@ -1,4 +1,4 @@
-"""Products of one input of few rows with two or three weights. One launch reads the weights where they lie.
+"""Products of one input of few rows with two or three weights in one launch, without a copy of the weights.
 
 A decode step multiplies one to sixteen rows, so reading the weights takes all the time. Libraries launch a kernel for
 each weight, and small weights (of keys and values) do not fill a GPU. Sums are kept in float32 and added in a fixed
@@ -22,7 +22,7 @@ MAX_ROWS = 16
 
 
 class Tiles(NamedTuple):
-    """How a launch is divided: outputs and inputs of a tile, warps, tiles in flight."""
+    """The tiling of a launch: outputs and inputs of a tile, warps, tiles in flight."""
 
     outputs: int
     inputs: int
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
 #: tiles for one row, and for several: the fastest of five to seven candidates on one H200, for 4096 inputs
 ONE_ROW, MORE_ROWS = Tiles(16, 256, 4, 4), Tiles(16, 128, 2, 6)
-#: the same for two weights that are read side by side
+#: the same for two weights that are read together
 ONE_ROW_GATED, MORE_ROWS_GATED = Tiles(4, 1024, 4, 3), Tiles(32, 256, 4, 3)
 #: used if the tiles in flight need more shared memory than a block has (consumer GPUs have 99 KB)
 SMALL = Tiles(16, 128, 4, 3)
@@ -151,7 +151,7 @@ def products(
     Args:
         x: `[..., K]`, at most `MAX_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`,
             for all weights or for none. All have one device and one dtype, float16 or bfloat16.
-        tiles: how the launch is divided; by default what was fastest on an H200.
+        tiles: the tiling of the launch; by default the fastest on an H200.
 
     Returns:
         For each weight `[..., n]`, contiguous.

@@ -10,7 +10,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..formats.static import LOWEST_SCALE, MEAN_MOST
+from ..formats.static import LOWEST_SCALE
+from ..formats.static import MAX_MEAN as MEAN_LIMIT
 from .boosted import _squared
 from .common import load_tokens, padded_width, query_dot, value_dot
 from .dense import fetch as fetch
@@ -18,7 +19,7 @@ from .dense import prepare as prepare
 from .dense import weigh as weigh
 
 LOWEST = tl.constexpr(LOWEST_SCALE)
-MAX_MEAN = tl.constexpr(MEAN_MOST)
+MAX_MEAN = tl.constexpr(MEAN_LIMIT)
 
 _FIELDS = (
     *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved"),
@@ -26,7 +27,7 @@ _FIELDS = (
     *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "token_scale", "thresholds"),
     # for each group of channels: bits, gain, number of planes; then, for each of its planes
     *("bits", "gain", "count", "plane_width", "plane_shift", "plane_first"),
-    # for each width (4, 2, 1) that occurs: width, columns, words of a token, words in front of them
+    # for each width (4, 2, 1) in use: width, columns, words of a token, words before them
     *("widths", "columns", "words", "before"),
 )
 Params = namedtuple("Params", _FIELDS)

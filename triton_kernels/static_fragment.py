@@ -15,7 +15,7 @@ _FIELDS = (
     *static.Params._fields,
     # whether rows of an operand are channels (values); a lane's words for a block of 32 tokens; words of one load
     *("transposed", "lane_words", "vector"),
-    # keys: for each group of channels, where its planes begin among a lane's bits (4 for each word)
+    # keys: for each group of channels, the offsets of its planes in a lane's data, in quarter words
     "plane_at",
 )
 Params = namedtuple("Params", _FIELDS)
@@ -72,8 +72,8 @@ def _key_codes(page, token, channel, keep, P: tl.constexpr):
 
 @triton.jit
 def value_position(token, channel, P: tl.constexpr):
-    """Where a page of values has tokens `[N, 1]` and channels `[1, padded]`: the tile, the lane, and the column of the
-    tile, which with the channel decides about the field."""
+    """The positions of tokens `[N, 1]` and channels `[1, padded]` in a page of values: the tile, the lane, and the column of
+    the tile, which with the channel determines the field."""
     rest = channel >= P.head_dim // 32 * 32
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
     row = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)

@@ -1,7 +1,7 @@
 """Device functions of `formats.trellis`, as `registry` describes them. Pages are in the order of the CUDA kernels.
 
 To read a number, the kernel loads its own word and the words with the path bits of the three steps before it. To pack, it
-searches all chains of 128 tokens side by side. The eight states have their own axis, whose second half has the states with the
+searches all chains of 128 tokens in parallel. The eight states have their own axis, whose second half has the states with the
 top bit.
 """
 
@@ -169,7 +169,7 @@ def _encode_chains(
         low, high = _halves(cost)
         low_own, high_own = _halves(own)
         low_upper, high_upper = _halves(upper)
-        # path bit 0: levels begin at `lowest` from state a, at `lowest ^ 2` from a + 4; path bit 1: the other way round
+        # path bit 0: levels begin at `lowest` from state a, at `lowest ^ 2` from a + 4; path bit 1: vice versa
         way_0, way_1 = high + square_b < low + square_a, high + square_a < low + square_b
         cost = _joined(
             tl.where(way_0, high + square_b, low + square_a), tl.where(way_1, high + square_a, low + square_b)

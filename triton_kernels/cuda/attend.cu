@@ -39,7 +39,7 @@ __device__ __forceinline__ void fill_tables(const Args& a, u32 tables, int h, in
   commit();
 }
 
-// How many workers of a warp group take the row's window: few, so that the others go ahead with pages. They take the window first, because
+// The number of workers of a warp group that take the row's window: few, so that the others start with pages. They take the window first, because
 // work tiles, taken one by one, then balance the load.
 __device__ __forceinline__ int workers_for_window(int blocks, int work_tiles) {
   return min(blocks,

@@ -54,7 +54,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
       lds<1>(&map, stage + MAP + channel_of<COLUMNS>(k, 0, 2 * t));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // after the last page of a share the map may hold anything
+        at[i] = 2 * min(map >> 8 * i & 0xff, D - 1u);  // after a split's last page the map is undefined
         scale[i] = lds_u16(stage + Low::CODES + at[i]);
       }
 #pragma unroll

@@ -31,5 +31,5 @@ __device__ __forceinline__ float e4m3_size(float x) { return fabsf(x) < INF ? fa
 // The scale of a token with this largest magnitude, which is mapped to 448.
 __device__ __forceinline__ float e4m3_scale(float largest) {
   return largest < INF ? fmaxf(__fdiv_rn(largest, 448.f), 8.673617379884035e-19f)
-                       : __uint_as_float(0x7fc00000u);  // 2^-60: `LEAST_SCALE`
+                       : __uint_as_float(0x7fc00000u);  // 2^-60: `MIN_SCALE`
 }

@@ -87,7 +87,7 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   for (int j = 0; j < OWN; j++) {
     const int row = warp + j * WARPS;
     const float scale = fmaxf(largest[j] * (1.f / 448.f), 8.673617379884035e-19f),
-                inverse = rcp(scale);  // 2^-60: `formats.fp8.LEAST_SCALE`
+                inverse = rcp(scale);  // 2^-60: `formats.fp8.MIN_SCALE`
     if (lane == 0) factors[row] = scale * a.scaling * LOG2E;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {

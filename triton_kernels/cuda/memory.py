@@ -1,7 +1,7 @@
-"""How the attend kernel divides its shared memory.
+"""The layout of the attend kernel's shared memory.
 
-`warp.cuh` computes the same sizes from the same numbers. Both sides check that they agree: it asserts `SHARED_BYTES`, and
-`modules.attend_module` asks the compiled kernel.
+`warp.cuh` computes the same sizes from the same numbers. Both check that they agree: it asserts `SHARED_BYTES`, and
+`modules.attend_module` reads the size from the compiled kernel.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 struct ProjectArgs {
   const u8 *q, *k, *v;
   u8 *q_out, *k_out, *v_out;         // contiguous
-  const float *q_matrix, *k_matrix;  // KV head h's begins at h * matrix_h; its rows are channels as the model made them
+  const float *q_matrix, *k_matrix;  // KV head h's begins at h * matrix_h; its rows are untransformed channels
   const float* k_center;             // subtracted from keys first, or null; KV head h's begins at h * matrix_h
   float* lacking;                    // receives the products of queries with the center, or null
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;  // strides in elements; of channels: 1
