@@ -44,12 +44,12 @@ static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(
 static const u8* opaque(const u8* p) { return p; }
 static u32 load_now(const u32* p) { return *p; }
 static i64 load_now(const i64* p) { return *p; }
-UNWATCHED static void atomic_inc_shared(bool does, int* counter, int& found) {
-  if (!does) return;
+UNWATCHED static void atomic_inc_shared(bool active, int* counter, int& old) {
+  if (!active) return;
   races::touch(counter, sizeof *counter, races::ATOMIC, __builtin_return_address(0));
-  found = (*counter)++;
+  old = (*counter)++;
 }
-static void atomic_inc_global(bool does, int* counter, int& found) { atomic_inc_shared(does, counter, found); }
+static void atomic_inc_global(bool active, int* counter, int& old) { atomic_inc_shared(active, counter, old); }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
 
 template <int V> static void ldg(u32* r, const void* p) { if ((size_t)p % (4 * V)) fault("load from a misaligned address", 0); memcpy(r, p, 4 * V); }
