@@ -61,8 +61,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   const int row_block = blockIdx.y, real_rows = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // The warp group's first split. If its row does not depend on lengths, its queries are loaded before any copy starts, also those for other
-  // CTAs.
+  // The warp group's first split. If its row does not depend on lengths, its queries are loaded before any copy starts.
   Split split;
   Queries queries;
   int b, h;
