@@ -161,7 +161,7 @@ def _driver() -> str | None:
 
 
 def _kernels() -> dict[str, Any]:
-    from hf_lowbit_kv.triton_kernels.cuda.kernel_store import cache_directory, why_refused
+    from hf_lowbit_kv.triton_kernels.cuda.kernel_cache import cache_directory, why_refused
 
     directory = cache_directory()
     try:

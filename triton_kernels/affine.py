@@ -5,18 +5,18 @@ subnormal number `code * 2^position * 2^-24`. It is exact, and tensor cores mult
 is folded into q for keys, and into the accumulator's unit for values. A 16-bit word holds the fields of its low byte in
 place. The fields of its high byte need one shift first. The largest field, 0x00ff, is still subnormal.
 
-Scales and zero points are folded away too, if a group spans the tile (`mode`):
+Scales and zero points are folded too, if a group spans the tile (`mode`):
 
 - `"token"` (whole head): for keys, they are applied to the column of scores. For values, the scale is added to the
-  weights' *exponent*, so float16 weights are normalised by what a token contributes, and no range of scales overflows
-  or vanishes.
+  weights' *exponent*, so float16 weights are normalised by a token's contribution, and no range of scales overflows or
+  vanishes.
 - `"channel"`: for values, scale and zero are applied to the tile's product. Keys are dequantized in registers, with
   three instructions for two codes. Scaling q would need fewer, but Triton moves the scaled q through shared memory for
   each plane. That costs far more (at 2 bits it doubles the time of the whole kernel).
 - `"general"` (several groups of channels in a token): codes are dequantized to the model's dtype.
 
-`encode` makes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. `boosted` makes its
-low codes with `quantize` and `store_codes`.
+`encode` computes codes, scales and zero points of `int<2,4,5,6,8>` pages, rounded like the reference. `boosted` computes
+its low codes with `quantize` and `store_codes`.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ TWO_24 = tl.constexpr(16777216.0)
 
 
 class CodeField(NamedTuple):
-    """Some bits of every code. A token's fields are in separate words, in order."""
+    """A field: some bits of every code. A token's fields are in separate words, in order."""
 
     bits: int
     #: bits of the code below this field
     shift: int
     #: words of a token
     words: int
-    #: words of a token in front of these
+    #: words of a token before these
     first_word: int
     #: words that `encode` takes at a time, if scales are per channel
     words_at_once: int
@@ -211,8 +211,8 @@ def _store_field(page, code, token, word, keep, i: tl.constexpr, P: tl.constexpr
     shift = (tl.arange(0, 16 // BITS) * BITS)[None, :, None]
     field = (code >> P.fields[i].shift) & ((1 << BITS) - 1)
     words = tl.sum(field << shift, 1).to(tl.int16)  # fields do not overlap: the sum is the union
-    place = token * P.row_words + P.fields[i].first_word + word
-    tl.store(page.to(tl.pointer_type(tl.int16)) + place, words, mask=keep)
+    position = token * P.row_words + P.fields[i].first_word + word
+    tl.store(page.to(tl.pointer_type(tl.int16)) + position, words, mask=keep)
 
 
 @triton.jit
@@ -227,11 +227,11 @@ def _encode_field(
     WIDTH: tl.constexpr = P.fields[i].words
     plane = tl.arange(0, PLANES)
     if P.per_channel:
-        SOME: tl.constexpr = P.fields[i].words_at_once
-        CHUNKS: tl.constexpr = (WIDTH + SOME - 1) // SOME
+        WORDS: tl.constexpr = P.fields[i].words_at_once
+        CHUNKS: tl.constexpr = (WIDTH + WORDS - 1) // WORDS
         for at in range(P.groups * CHUNKS):
             group = at // CHUNKS
-            word = (at % CHUNKS) * SOME + tl.arange(0, SOME)
+            word = (at % CHUNKS) * WORDS + tl.arange(0, WORDS)
             keep = word < WIDTH
             token = group * P.group + tl.arange(0, P.group)
             channel = plane[:, None] * WIDTH + word[None, :]
@@ -239,9 +239,9 @@ def _encode_field(
                 source, base + token[:, None, None], channel[None, :, :], keep[None, None, :], HAS_ORDER, TAIL
             )
             scale, zero, code = quantize(x, tl.min(x, 0)[None, :, :], tl.max(x, 0)[None, :, :], 2.0**P.bits - 1.0)
-            place = (group * P.head_dim + channel)[None, :, :]
-            tl.store(scales + place, scale, mask=keep[None, None, :])
-            tl.store(zeros + place, zero, mask=keep[None, None, :])
+            position = (group * P.head_dim + channel)[None, :, :]
+            tl.store(scales + position, scale, mask=keep[None, None, :])
+            tl.store(zeros + position, zero, mask=keep[None, None, :])
             _store_field(page, code, token[:, None], word[None, :], keep[None, :], i, P)
     else:
         word = tl.arange(0, P.fields[i].padded)
@@ -296,13 +296,13 @@ def _field_of_codes(page, token, channel, i: tl.constexpr, P: tl.constexpr):
     because Triton binds a `constexpr` to a name only once."""
     BITS: tl.constexpr = P.fields[i].bits
     WIDTH: tl.constexpr = P.fields[i].words
-    place = token * P.row_words + P.fields[i].first_word + channel % WIDTH
-    word = tl.load(page.to(tl.pointer_type(tl.int16)) + place, mask=channel < P.head_dim, other=0).to(tl.int32)
+    position = token * P.row_words + P.fields[i].first_word + channel % WIDTH
+    word = tl.load(page.to(tl.pointer_type(tl.int16)) + position, mask=channel < P.head_dim, other=0).to(tl.int32)
     return ((word >> (channel // WIDTH * BITS)) & ((1 << BITS) - 1)) << P.fields[i].shift
 
 
 @triton.jit
-def _put_together(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
+def _combined_codes(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """Codes of two fields, float32 `[BLOCK_N, padded]` or transposed; 0 after the last channel."""
     token, channel = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded)
     if TRANSPOSED:
@@ -320,7 +320,7 @@ def _words(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: 
     """The words of a tile of tokens, int16 `[BLOCK_N, padded]` or transposed. If codes have two fields: the codes,
     float32. Codes of unused tokens are harmless."""
     if len(P.fields) > 1:
-        return _put_together(page, n0, TRANSPOSED, BLOCK_N, P)
+        return _combined_codes(page, n0, TRANSPOSED, BLOCK_N, P)
     else:  # Triton also compiles code after a return
         return _words_of_one_field(page, n0, valid, TRANSPOSED, BLOCK_N, P)
 
@@ -332,21 +332,21 @@ def _words_of_one_field(page, n0, valid, TRANSPOSED: tl.constexpr, BLOCK_N: tl.c
     token = tl.arange(0, BLOCK_N)
     word = tl.arange(0, P.padded)
     if TRANSPOSED:
-        place = word[:, None] + token[None, :] * P.width
+        position = word[:, None] + token[None, :] * P.width
     else:
-        place = token[:, None] * P.width + word[None, :]
+        position = token[:, None] * P.width + word[None, :]
     if P.width == P.padded:
-        return tl.load(codes + place)
+        return tl.load(codes + position)
     keep = (word < P.width)[:, None] if TRANSPOSED else (word < P.width)[None, :]
-    return tl.load(codes + place, mask=keep, other=0)
+    return tl.load(codes + position, mask=keep, other=0)
 
 
 @triton.jit
 def _per_channel(page, at: tl.constexpr, n0, j: tl.constexpr, P: tl.constexpr):
     """Scale or zero of plane `j` for the tile at token `n0`, float16 `[padded]`."""
     word = tl.arange(0, P.padded)
-    place = (n0 // P.group) * P.head_dim + j * P.width + word
-    pointers = (page + at).to(tl.pointer_type(tl.float16)) + place
+    position = (n0 // P.group) * P.head_dim + j * P.width + word
+    pointers = (page + at).to(tl.pointer_type(tl.float16)) + position
     if P.width == P.padded:
         return tl.load(pointers)
     return tl.load(pointers, mask=word < P.width, other=0.0)
@@ -377,13 +377,13 @@ def _general(page, words, n0, valid, j: tl.constexpr, TRANSPOSED: tl.constexpr, 
         rows = token * P.groups
         columns = channel // P.group
     if TRANSPOSED:
-        place = rows[None, :] + columns[:, None]
+        position = rows[None, :] + columns[:, None]
         mask = valid[None, :] & keep[:, None]
     else:
-        place = rows[:, None] + columns[None, :]
+        position = rows[:, None] + columns[None, :]
         mask = valid[:, None] & keep[None, :]
-    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
-    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0)
+    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + position, mask=mask, other=0.0)
+    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + position, mask=mask, other=0.0)
     code = words
     if len(P.fields) == 1:
         code = _extract(words, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
@@ -452,7 +452,7 @@ def scores(
 @triton.jit
 def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     """`"channel"`: plane `j` of the keys divided by 4, because a rounded scale may push the largest key beyond float16.
-    The codes are divided, not the scales, which would become subnormal where keys are small."""
+    The codes are divided, not the scales, which would become subnormal for small keys."""
     scale = tl.expand_dims(_per_channel(page, P.scale_at, n0, j, P), T)
     zero = tl.expand_dims(_per_channel(page, P.zero_at, n0, j, P) * 0.25, T)
     return _dequantized(words, j, scale, zero, TYPE, P)
@@ -461,7 +461,7 @@ def _key_plane(page, words, n0, j: tl.constexpr, TYPE: tl.constexpr, T: tl.const
 @triton.jit
 def weigh(page, fetched, s, n0, valid, BLOCK_N: tl.constexpr, T: tl.constexpr, P: tl.constexpr):
     if P.mode == "token":
-        # if the scale is zero, so are the codes: any positive number will do
+        # if the scale is zero, so are the codes: any positive number is correct
         scale = tl.maximum(fetched[0].to(tl.float32), 1.0 / TWO_24)
         # divided twice, not multiplied by the inverse: Triton 3.6 fails on a value with two such uses
         offset = fetched[1].to(tl.float32) / scale
@@ -488,11 +488,11 @@ def add(
         if P.mode == "channel":
             total = tl.expand_dims(tl.sum(p.to(tl.float32), T), T)
             for j in tl.static_range(P.planes):
-                part = value_dot(p, _extract(words, j, P).to(p.dtype), None, T)
+                product = value_dot(p, _extract(words, j, P).to(p.dtype), None, T)
                 scale = _per_channel(page, P.scale_at, n0, j, P).to(tl.float32) * (TWO_24 / P.factors[j])
                 zero = _per_channel(page, P.zero_at, n0, j, P).to(tl.float32)
-                part = part * tl.expand_dims(scale, 1 - T) + total * tl.expand_dims(zero, 1 - T)
-                out = out + (acc[j] * tl.expand_dims(decay, T) + part,)
+                product = product * tl.expand_dims(scale, 1 - T) + total * tl.expand_dims(zero, 1 - T)
+                out = out + (acc[j] * tl.expand_dims(decay, T) + product,)
         else:
             for j in tl.static_range(P.planes):
                 code = _extract(words, j, P).to(p.dtype)

@@ -1,7 +1,8 @@
-"""Stores new tokens in sink, tail ring and open pages, and packs each page that is due.
+"""Stores new tokens in sink, tail ring and partial pages, and packs each page that is due.
 
-A program owns the counters of one (row, head). One token takes one launch. A chunk takes three: pages, then sink and
-tail, then counters. Pages come first because they are packed from ring slots that the chunk's newest tokens overwrite.
+A program owns the counters of one row (sequence x KV head). One token takes one launch. A chunk takes three: pages, then
+sink and tail, then counters. Pages come first because they are packed from ring slots that the chunk's newest tokens
+overwrite.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _encode_page(
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr,
     ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens of page number `page` that lie in `start` to `stop` (token indices, sink not counted)."""
+    """Store the tokens of page number `page` in the range `start` to `stop` (token indices, sink not counted)."""
     base = page * PAGE
     low, high = tl.maximum(start - base, 0), tl.minimum(stop - base, PAGE)
     part = pool + tl.multiple_of(tl.load(table + page) + h * PAGE_BYTES, 16)
@@ -36,18 +37,17 @@ def _encode_page(
 
 @triton.jit
 def _store_window(
-    x, sink, tail, bh, place, keep, D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr
+    x, sink, tail, bh, position, keep, D: tl.constexpr, D_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Write tokens `[N, D_PADDED]`, whose places in the row are `place` `[N]`, to sink or tail. keep `[N]`: which to
-    write."""
+    """Write tokens `[N, D_PADDED]` at positions `[N]` of the row to sink or tail. keep `[N]`: which to write."""
     channel = tl.arange(0, D_PADDED)[None, :]
     columns = channel < D
     if SINK > 0:
-        rows = sink + (bh * SINK + place) * D
-        tl.store(rows[:, None] + channel, x, mask=(keep & (place < SINK))[:, None] & columns)
+        rows = sink + (bh * SINK + position) * D
+        tl.store(rows[:, None] + channel, x, mask=(keep & (position < SINK))[:, None] & columns)
     if TAIL > 0:
-        rows = tail + (bh * TAIL + (place - SINK) % TAIL) * D
-        tl.store(rows[:, None] + channel, x, mask=(keep & (place >= SINK))[:, None] & columns)
+        rows = tail + (bh * TAIL + (position - SINK) % TAIL) * D
+        tl.store(rows[:, None] + channel, x, mask=(keep & (position >= SINK))[:, None] & columns)
 
 
 @triton.jit(do_not_specialize=["pages", "room"])
@@ -67,7 +67,7 @@ def append_one_kernel(
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     new_k, new_v = k + b * k_stride_b + h * k_stride_h, v + b * v_stride_b + h * v_stride_h
-    # all loads come before the first branch, so they wait for memory together
+    # all loads precede the first branch, so they take one memory latency together
     stored, before = tl.load(length + bh), tl.load(paged + bh)
     channel_k, channel_v = tl.arange(0, DK_PADDED)[None, :], tl.arange(0, DV_PADDED)[None, :]
     x_k = tl.load(new_k + channel_k * k_stride_d, mask=channel_k < DK, other=0.0)
@@ -83,10 +83,10 @@ def append_one_kernel(
     if fits:
         first = stored - SINK
         after = tl.maximum(before, _paged_after(first + 1, RESIDUAL, PAGE, DIRECT))
-        place = stored + tl.arange(0, 1)
-        keep = (place < SINK) | (place - SINK >= after)
-        _store_window(x_k, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
-        _store_window(x_v, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
+        position = stored + tl.arange(0, 1)
+        keep = (position < SINK) | (position - SINK >= after)
+        _store_window(x_k, sink_k, tail_k, bh, position, keep, DK, DK_PADDED, SINK, TAIL)
+        _store_window(x_v, sink_v, tail_v, bh, position, keep, DV, DV_PADDED, SINK, TAIL)
 
         records = (record_k + h * record_stride_k, record_v + h * record_stride_v)
         # the new token is read from the chunk, not from the tail, to which this program has just written it
@@ -104,8 +104,7 @@ def append_one_kernel(
 @triton.jit
 def _counts(length, paged, count, bh, b, tokens, room, SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr,
             DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr):  # fmt: skip
-    """A row's length and paged tokens before a chunk is stored; how many tokens of the chunk fit; the paged tokens
-    afterwards."""
+    """A row's length and paged tokens before a chunk is stored; the number of tokens that fit; the paged tokens after."""
     stored, before = tl.load(length + bh), tl.load(paged + bh)
     if HAS_ORDER:
         tokens = tl.load(count + b)
@@ -115,7 +114,7 @@ def _counts(length, paged, count, bh, b, tokens, room, SINK: tl.constexpr, RESID
 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "room"])
-def pack_kernel(
+def append_pages_kernel(
     k, v, order, count, pool, address, tail_k, tail_v, length, paged, record_k, record_v,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
     heads, tokens, pages, room, record_stride_k, record_stride_v,
@@ -148,7 +147,7 @@ def pack_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "room"])
-def window_kernel(
+def append_window_kernel(
     k, v, order, count, sink_k, sink_v, tail_k, tail_v, length, paged,
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d, heads, tokens, room,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
@@ -162,23 +161,23 @@ def window_kernel(
         length, paged, count, bh, b, tokens, room, SINK, RESIDUAL, PAGE, DIRECT, HAS_ORDER
     )
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = stored + number
-    keep = (number < fits) & ((place < SINK) | (place - SINK >= after))
+    position = stored + number
+    keep = (number < fits) & ((position < SINK) | (position - SINK >= after))
     if HAS_ORDER:
         number = tl.load(order + b * tokens + number, mask=keep, other=0)
     number = number.to(tl.int64)
     channel = tl.arange(0, DK_PADDED)[None, :]
     rows = k + b * k_stride_b + h * k_stride_h + number * k_stride_s
     x = tl.load(rows[:, None] + channel * k_stride_d, mask=keep[:, None] & (channel < DK), other=0.0)
-    _store_window(x, sink_k, tail_k, bh, place, keep, DK, DK_PADDED, SINK, TAIL)
+    _store_window(x, sink_k, tail_k, bh, position, keep, DK, DK_PADDED, SINK, TAIL)
     channel = tl.arange(0, DV_PADDED)[None, :]
     rows = v + b * v_stride_b + h * v_stride_h + number * v_stride_s
     x = tl.load(rows[:, None] + channel * v_stride_d, mask=keep[:, None] & (channel < DV), other=0.0)
-    _store_window(x, sink_v, tail_v, bh, place, keep, DV, DV_PADDED, SINK, TAIL)
+    _store_window(x, sink_v, tail_v, bh, position, keep, DV, DV_PADDED, SINK, TAIL)
 
 
 @triton.jit(do_not_specialize=["tokens", "room"])
-def counters_kernel(
+def append_counters_kernel(
     length, paged, lost, count, heads, tokens, room,
     SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip

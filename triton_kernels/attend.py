@@ -44,7 +44,7 @@ def _start(BLOCK_M: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def _walk_pages(
-    carried, q_rows, q_stride_d, rows_valid, pool, table, part, record_k, record_v, first, last, paged, factor, lacking,
+    carried, q_rows, q_stride_d, rows_valid, pool, table, head_offset, record_k, record_v, first, last, paged, factor, lacking,
     softcap, PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, VALUE_AT: tl.constexpr, PAGE: tl.constexpr,
     OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -53,8 +53,8 @@ def _walk_pages(
     """Attend to pages `first` to `last` of a row.
 
     lacking `[M]`: HAS_LACKING: added to the scores of each row.
-    table: the row's page addresses. part: bytes from a page's start to this head's part. record_k, record_v: the KV
-    head's parameters. DEFER: sum `l` and `z` across the tile's columns once at the end, not in every tile.
+    table: the row's page addresses. head_offset: bytes from a page's start to this head's data. record_k, record_v: the
+    KV head's parameters. DEFER: sum `l` and `z` across the tile's columns once at the end, not in every tile.
     """
     TILES: tl.constexpr = PAGE // BLOCK_N
     m, l, z, acc = carried
@@ -68,14 +68,14 @@ def _walk_pages(
     sum_z = sum_l
     # data that a tile's other loads depend on is loaded one tile ahead, addresses two tiles ahead
     address = tl.load(table + first, mask=first < last, other=0)
-    page = pool + tl.multiple_of(address + part, 16)
+    page = pool + tl.multiple_of(address + head_offset, 16)
     valid = first * PAGE + column < end
     keys = FETCH_K(page, 0, valid, BLOCK_N, KP)
     values = FETCH_V(page + VALUE_AT, 0, valid, BLOCK_N, VP)
     address = tl.load(table + (first * TILES + 1) // TILES, mask=(first * TILES + 1) // TILES < last, other=0)
     for i in range(first * TILES, last * TILES):
         n0 = (i % TILES) * BLOCK_N
-        next_page = pool + tl.multiple_of(address + part, 16)
+        next_page = pool + tl.multiple_of(address + head_offset, 16)
         address = tl.load(table + (i + 2) // TILES, mask=(i + 2) // TILES < last, other=0)
         next_valid = (i + 1) * BLOCK_N + column < end
         next_n0 = ((i + 1) % TILES) * BLOCK_N
@@ -93,9 +93,8 @@ def _walk_pages(
         decay = tl.exp2(m - new_m)
         weights = tl.exp2(s - tl.expand_dims(new_m, T))
         if VP.offset and DOT != tl.float32:
-            # codes and offsets nearly cancel where one channel of a token lies far below the others. So offsets are
-            # weighted like codes, by the eleven bits that float16 keeps. Where float16 keeps fewer, offsets keep all
-            # bits.
+            # codes and offsets nearly cancel if one channel of a token is far below the others. So offsets are weighted
+            # like codes, by the eleven bits that float16 keeps. For weights with fewer bits, offsets keep all bits.
             weights = (weights.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
         if DEFER:
             sum_l = sum_l * tl.expand_dims(decay, T) + weights * inverse
@@ -138,8 +137,8 @@ def _window_tile(
     out = ()
     for j in tl.static_range(VP.planes):
         v = load_plane(v_rows, v_stride, tokens_valid, j, VP).to(DOT)
-        part = value_dot(p, v if T == 1 else tl.trans(v), None, T) * (1.0 / VP.units[j])
-        out = out + (acc[j] * tl.expand_dims(decay, T) + part,)
+        product = value_dot(p, v if T == 1 else tl.trans(v), None, T) * (1.0 / VP.units[j])
+        out = out + (acc[j] * tl.expand_dims(decay, T) + product,)
     return new_m, l, z, out
 
 
@@ -147,15 +146,15 @@ def _window_tile(
 def _walk_window(
     carried, q, q_token, last_token, bh, length, paged, factor, lacking, softcap,
     k, k_stride_s, k_stride_d, v, v_stride_s, v_stride_d, mask, mask_stride_s,
-    sink_k, sink_v, tail_k, tail_v, tokens, part,
-    DQ: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, TAIL_SHARE: tl.constexpr, SINK: tl.constexpr,
+    sink_k, sink_v, tail_k, tail_v, tokens, split,
+    DQ: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, TAIL_SPLIT: tl.constexpr, SINK: tl.constexpr,
     TAIL: tl.constexpr, HAS_MASK: tl.constexpr,
     DOT: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Attend to sink, tail ring, and the chunk itself up to the tile's `last_token`.
 
-    TAIL_SHARE: 0: this program takes everything. Otherwise part 0 takes sink and chunk, and each further part this many
+    TAIL_SPLIT: 0: this program takes everything. Otherwise split 0 takes sink and chunk, and each further split this many
     tokens of the tail.
     """
     DK: tl.constexpr = DQ.width
@@ -164,27 +163,27 @@ def _walk_window(
     chunk_end = last_token + 1
     tail_first = paged
     tail_end = length - SINK
-    if TAIL_SHARE > 0:
-        sink_end = tl.where(part == 0, sink_end, 0)
-        chunk_end = tl.where(part == 0, chunk_end, 0)
-        tail_first += (part - 1) * TAIL_SHARE
-        tail_end = tl.where(part == 0, tail_first, tl.minimum(tail_end, tail_first + TAIL_SHARE))
+    if TAIL_SPLIT > 0:
+        sink_end = tl.where(split == 0, sink_end, 0)
+        chunk_end = tl.where(split == 0, chunk_end, 0)
+        tail_first += (split - 1) * TAIL_SPLIT
+        tail_end = tl.where(split == 0, tail_first, tl.minimum(tail_end, tail_first + TAIL_SPLIT))
     if SINK > 0:
         for n0 in tl.range(0, sink_end, BLOCK_N, num_stages=STAGES):
             index = n0 + block
             valid = index < sink_end
-            place = bh * SINK + index
+            position = bh * SINK + index
             carried = _window_tile(
-                carried, q, sink_k + place * DK, sink_v + place * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
+                carried, q, sink_k + position * DK, sink_v + position * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
                 factor, lacking, softcap, DQ, VP, DOT, HAS_LACKING, HAS_SOFTCAP, T,
             )  # fmt: skip
     if TAIL > 0:
         for n0 in tl.range(tail_first, tail_end, BLOCK_N, num_stages=STAGES):
             index = n0 + block
             valid = index < tail_end
-            place = bh * TAIL + index % TAIL
+            position = bh * TAIL + index % TAIL
             carried = _window_tile(
-                carried, q, tail_k + place * DK, tail_v + place * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
+                carried, q, tail_k + position * DK, tail_v + position * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
                 factor, lacking, softcap, DQ, VP, DOT, HAS_LACKING, HAS_SOFTCAP, T,
             )  # fmt: skip
     for n0 in tl.range(0, chunk_end, BLOCK_N, num_stages=STAGES):
@@ -192,9 +191,9 @@ def _walk_window(
         valid = index < tokens
         if HAS_MASK:
             valid = valid & (tl.load(mask + index * mask_stride_s, mask=valid, other=0) != 0)
-        place = index.to(tl.int64)
+        position = index.to(tl.int64)
         carried = _window_tile(
-            carried, q, k + place * k_stride_s, v + place * v_stride_s, k_stride_d, v_stride_d, valid,
+            carried, q, k + position * k_stride_s, v + position * v_stride_s, k_stride_d, v_stride_d, valid,
             tl.expand_dims(valid, 1 - T) & (tl.expand_dims(index, 1 - T) <= tl.expand_dims(q_token, T)), factor, lacking,
             softcap, DQ, VP, DOT, HAS_LACKING, HAS_SOFTCAP, T,
         )  # fmt: skip
@@ -203,7 +202,7 @@ def _walk_window(
 
 @triton.jit
 def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
-    """Divide by the sum of weights and store. rows: pointers `[M]`. Rows that attended to nothing get zeros."""
+    """Divide by the sum of weights and store. rows: pointers `[M]`. Rows without any token get zeros."""
     m, l, z, acc = carried
     total = tl.where(l > 0, l, 1.0)
     channel = tl.arange(0, VP.padded)
@@ -215,27 +214,27 @@ def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, 
         tl.store(lse_rows, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-@triton.jit(do_not_specialize=["tokens", "pages", "splits"])
+@triton.jit(do_not_specialize=["tokens", "pages", "page_splits"])
 def attend_kernel(
     q, k, v, mask, sinks, lacking, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, out, lse,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, mask_stride_b, mask_stride_s,
-    record_k, record_v, record_stride_k, record_stride_v, heads, tokens, pages, splits, scaling, softcap,
+    record_k, record_v, record_stride_k, record_stride_v, heads, tokens, pages, page_splits, scaling, softcap,
     PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     DQ: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, OPEN_PAGES: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW_N: tl.constexpr,
-    WINDOW_PARTS: tl.constexpr, TAIL_SHARE: tl.constexpr, DEFER: tl.constexpr, T: tl.constexpr,
+    WINDOW_SPLITS: tl.constexpr, TAIL_SPLIT: tl.constexpr, DEFER: tl.constexpr, T: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (row * head, split, block of BLOCK_M query rows).
 
-    SPLIT: the first WINDOW_PARTS programs of axis 1 take the tokens that are not packed (`_walk_window`), and each of
-    the other `splits` programs takes a share of the row's pages. Then out is float32 `[B * H, WINDOW_PARTS + splits,
-    GROUPS * tokens, DV]`, and lse is the same without DV, in binary logarithms. Without SPLIT one program takes
-    everything, and out is `[B, tokens, H * GROUPS, DV]`. KP, VP: constants of the two formats (`registry`); DQ:
+    SPLIT: the first WINDOW_SPLITS programs of axis 1 take the tokens that are not packed (`_walk_window`), and each of
+    the other `page_splits` programs takes some of the row's pages. Then out is float32 `[B * H, WINDOW_SPLITS +
+    page_splits, GROUPS * tokens, DV]`, and lse is the same without DV, in binary logarithms. Without SPLIT one program
+    takes everything, and out is `[B, tokens, H * GROUPS, DV]`. KP, VP: constants of the two formats (`registry`); DQ:
     constants of dense tokens as wide as a key. PDL: see `entry_points`.
     """
     if PDL:
@@ -253,29 +252,29 @@ def attend_kernel(
     if HAS_LACKING:
         added = tl.load(lacking + (b * heads * GROUPS + q_head) * tokens + q_token, mask=rows_valid, other=0.0) * factor
 
-    part = tl.program_id(1)
+    split = tl.program_id(1)
     lse_rows = lse
     if SPLIT:
-        partial_row = (bh * (WINDOW_PARTS + splits) + part) * (GROUPS * tokens) + row
+        partial_row = (bh * (WINDOW_SPLITS + page_splits) + split) * (GROUPS * tokens) + row
         out_rows = out + partial_row * DV
         lse_rows = lse + partial_row
     else:
         out_rows = out + ((b * tokens + q_token) * (heads * GROUPS) + q_head) * DV
 
     carried = _start(BLOCK_M, T, VP)
-    if (not SPLIT) or part >= WINDOW_PARTS:
+    if (not SPLIT) or split >= WINDOW_SPLITS:
         total_pages = (packed + PAGE - 1) // PAGE
-        share = tl.maximum(part - WINDOW_PARTS, 0)
-        first = (total_pages * share // splits).to(tl.int32)
-        last = (total_pages * (share + 1) // splits).to(tl.int32)
+        page_split = tl.maximum(split - WINDOW_SPLITS, 0)
+        first = (total_pages * page_split // page_splits).to(tl.int32)
+        last = (total_pages * (page_split + 1) // page_splits).to(tl.int32)
         carried = _walk_pages(
             carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES,
             record_k + h * record_stride_k, record_v + h * record_stride_v, first, last, packed, factor, added,
             softcap, PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_LACKING,
             HAS_SOFTCAP, BLOCK_M, BLOCK_N, DEFER, T,
         )  # fmt: skip
-    if (not SPLIT) or part < WINDOW_PARTS:
-        # with splits, few programs come here. Buffers for them would take shared memory from all programs
+    if (not SPLIT) or split < WINDOW_SPLITS:
+        # with splits, few programs take the window. Buffers for them would take shared memory from all programs
         STAGES: tl.constexpr = 1 if SPLIT else 2
         last_token = tl.minimum((tl.program_id(2) * BLOCK_M + BLOCK_M - 1) // GROUPS, tokens - 1)
         dense_q = as_operand(load_plane(q_rows, q_stride_d, rows_valid, 0, DQ).to(DOT), T)
@@ -283,7 +282,7 @@ def attend_kernel(
             carried, dense_q, q_token, last_token, bh, stored, packed, factor, added, softcap,
             k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d,
             v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, mask + b * mask_stride_b, mask_stride_s,
-            sink_k, sink_v, tail_k, tail_v, tokens, part, DQ, DV, VP, TAIL_SHARE if SPLIT else 0, SINK, TAIL, HAS_MASK,
+            sink_k, sink_v, tail_k, tail_v, tokens, split, DQ, DV, VP, TAIL_SPLIT if SPLIT else 0, SINK, TAIL, HAS_MASK,
             DOT, HAS_LACKING, HAS_SOFTCAP, WINDOW_N, STAGES, T,
         )  # fmt: skip
     if HAS_SINKS and not SPLIT:
@@ -298,9 +297,9 @@ def attend_kernel(
     _finish(carried, out_rows, rows_valid, lse_rows, out.dtype.element_ty, SPLIT, T, VP)
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def merge_kernel(
-    partial, lse, sinks, out, heads, rows, parts,
+    partial, lse, sinks, out, heads, rows, splits,
     DV: tl.constexpr, GROUPS: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -317,12 +316,12 @@ def merge_kernel(
     m = LOWEST
     l = 0.0
     acc = tl.zeros((CHANNELS,), tl.float32)
-    for first in range(0, parts, BLOCK):
-        part = first + tl.arange(0, BLOCK)
-        place = (bh * parts + part) * rows + row
-        weight = tl.load(lse + place, mask=part < parts, other=float("-inf"))
-        keep = (part < parts)[:, None] & (channel < DV)[None, :]
-        x = tl.load(partial + place[:, None] * DV + channel[None, :], mask=keep, other=0.0)
+    for first in range(0, splits, BLOCK):
+        split = first + tl.arange(0, BLOCK)
+        position = (bh * splits + split) * rows + row
+        weight = tl.load(lse + position, mask=split < splits, other=float("-inf"))
+        keep = (split < splits)[:, None] & (channel < DV)[None, :]
+        x = tl.load(partial + position[:, None] * DV + channel[None, :], mask=keep, other=0.0)
         new_m = tl.maximum(m, tl.max(weight, 0))
         decay = tl.exp2(m - new_m)
         weight = tl.exp2(weight - new_m)
@@ -336,5 +335,5 @@ def merge_kernel(
         l, acc = l * decay + tl.exp2(logit - new_m), acc * decay
     acc = acc / tl.where(l > 0, l, 1.0)
     token = row // GROUPS
-    place = ((bh // heads * (rows // GROUPS) + token) * (heads * GROUPS) + q_head) * DV
-    tl.store(out + place + channel, acc.to(out.dtype.element_ty), mask=channel < DV)
+    position = ((bh // heads * (rows // GROUPS) + token) * (heads * GROUPS) + q_head) * DV
+    tl.store(out + position + channel, acc.to(out.dtype.element_ty), mask=channel < DV)

@@ -134,36 +134,36 @@ def _high_products(page, q, unit, n0, BLOCK_N: tl.constexpr, T: tl.constexpr, P:
     already."""
     PLANES: tl.constexpr = BLOCK_N // P.words
     row, word = tl.arange(0, P.rows), tl.arange(0, P.words)
-    place = tl.expand_dims(row, T) * P.words + tl.expand_dims(word, 1 - T)
-    words = (page + P.high_at).to(tl.pointer_type(tl.int16)) + place
+    position = tl.expand_dims(row, T) * P.words + tl.expand_dims(word, 1 - T)
+    words = (page + P.high_at).to(tl.pointer_type(tl.int16)) + position
     if P.count == P.rows:
         words = tl.load(words)
     else:
         words = tl.load(words, mask=tl.expand_dims(row < P.count, T), other=0)
-    parts = ()
+    products = ()
     for j in tl.static_range(PLANES):
         # Which fields belong to the tile is known only at run time. All fields of a page are multiplied, those of other
         # tiles by 0. Shifting words by a variable would move them through shared memory, a plane at a time.
-        part, value = None, 0.0  # of a code's lowest bit
+        product, value = None, 0.0  # of a code's lowest bit
         for tile in tl.static_range(P.page_size // BLOCK_N):
             in_tile = n0 == tile * BLOCK_N
             code = _extract(words, tile * PLANES + j, P).to(q.dtype)
-            part = query_dot(tl.where(in_tile, q, 0.0), code, part, T)
+            product = query_dot(tl.where(in_tile, q, 0.0), code, product, T)
             value = tl.where(in_tile, TWO_24 / P.factors[tile * PLANES + j], value)
-        parts = parts + (part * (value * unit),)
-    return _side_by_side(parts, PLANES, T)
+        products = products + (product * (value * unit),)
+    return _side_by_side(products, PLANES, T)
 
 
 @triton.jit
-def _side_by_side(parts, COUNT: tl.constexpr, T: tl.constexpr):
+def _side_by_side(products, COUNT: tl.constexpr, T: tl.constexpr):
     """Join COUNT (a power of two, at most 8) tiles of equal size, in order."""
     for i in tl.static_range(3):
         if COUNT >> i > 1:
             pairs = ()
             for j in tl.static_range(COUNT >> (i + 1)):
-                pairs = pairs + (_pair(parts[2 * j], parts[2 * j + 1], T),)
-            parts = pairs
-    return parts[0]
+                pairs = pairs + (_pair(products[2 * j], products[2 * j + 1], T),)
+            products = pairs
+    return products[0]
 
 
 @triton.jit
@@ -179,8 +179,8 @@ def _pair(a, b, T: tl.constexpr):
 @triton.jit
 def _high(page, row, token, keep, P: tl.constexpr):
     """High codes (0 to 3, int32) of boosted channels `row` and tokens; the two broadcast. 0 where `keep` is false."""
-    place = row * P.words + token % P.words
-    words = tl.load((page + P.high_at).to(tl.pointer_type(tl.int16)) + place, mask=keep, other=0)
+    position = row * P.words + token % P.words
+    words = tl.load((page + P.high_at).to(tl.pointer_type(tl.int16)) + position, mask=keep, other=0)
     return (words.to(tl.int32) >> (token // P.words * 2)) & 3
 
 
@@ -220,9 +220,9 @@ def add(
     for j in tl.static_range(P.planes):
         code, scale, zero = _tokens(page, n0, j, BLOCK_N, P)
         code = code.to(p.dtype)
-        part = value_dot(p, code if T == 1 else tl.trans(code), None, T)
-        part = part * tl.expand_dims(scale, 1 - T) + total * tl.expand_dims(zero, 1 - T)
-        out = out + (acc[j] * tl.expand_dims(decay, T) + part,)
+        product = value_dot(p, code if T == 1 else tl.trans(code), None, T)
+        product = product * tl.expand_dims(scale, 1 - T) + total * tl.expand_dims(zero, 1 - T)
+        out = out + (acc[j] * tl.expand_dims(decay, T) + product,)
     return out
 
 
@@ -314,9 +314,9 @@ def encode(
             tl.store(page + P.map_at + row, channel.to(tl.uint8), mask=boosted)
         shift = tl.arange(0, 8)[:, None, None, None] * 2
         words = tl.sum(tl.reshape(code >> 2, (8, P.words, P.planes, P.padded)) << shift, 0)
-        place = row[None, :, :] * P.words + tl.arange(0, P.words)[:, None, None]
+        position = row[None, :, :] * P.words + tl.arange(0, P.words)[:, None, None]
         target = (page + P.high_at).to(tl.pointer_type(tl.int16))
-        tl.store(target + place, words.to(tl.int16), mask=boosted[None, :, :])
+        tl.store(target + position, words.to(tl.int16), mask=boosted[None, :, :])
         for i in tl.static_range(2):
             gap = tl.arange(0, 16)
             tl.store(page + P.ends[i] + gap, tl.zeros((16,), tl.uint8), mask=gap < P.gaps[i])

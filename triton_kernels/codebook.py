@@ -29,7 +29,7 @@ class Params(NamedTuple):
     gathers: bool
     #: sub-vectors of a token; words of `planes` channels of each
     vectors: int
-    parts: int
+    vector_words: int
     width: int
     padded: int
     planes: int
@@ -64,7 +64,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         bits=fmt.bits,
         gathers=gathers,
         vectors=count,
-        parts=fmt.dim // planes,
+        vector_words=fmt.dim // planes,
         width=width,
         padded=padded_width(width),
         planes=planes,
@@ -120,7 +120,7 @@ def _word(word, P: tl.constexpr):
 def _tile(page, n0, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """Indices of a tile of tokens, `[BLOCK_N, padded]` or transposed, for every word. Indices of unused tokens are
     harmless."""
-    token, vector = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded) // P.parts
+    token, vector = n0 + tl.arange(0, BLOCK_N), tl.arange(0, P.padded) // P.vector_words
     if TRANSPOSED:
         x = _indices(page, token[None, :], vector[:, None], (vector < P.vectors)[:, None] & (token >= 0)[None, :], P)
     else:
@@ -199,7 +199,7 @@ def add(
 @triton.jit
 def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr):
     index = _tile(page, n0, False, BLOCK_N, P)
-    channel = tl.arange(0, P.padded) % P.parts * P.planes + j
+    channel = tl.arange(0, P.padded) % P.vector_words * P.planes + j
     return tl.load(record.to(tl.pointer_type(tl.float16)) + index * P.dim + channel[None, :]).to(tl.float32)
 
 
@@ -233,17 +233,17 @@ def encode(
         x = ()
         for c in tl.static_range(P.dim):
             x = x + (load_tokens(source, index, (vector * P.dim + c)[None, :], keep, HAS_ORDER, TAIL),)
-        least = tl.full((BLOCK, P.encode_vectors), float("inf"), tl.float32)
+        smallest = tl.full((BLOCK, P.encode_vectors), float("inf"), tl.float32)
         code = tl.zeros((BLOCK, P.encode_vectors), tl.int32)
         for entry in range(2**P.bits):
             distance = _square(x[0], tl.load(table + entry * P.dim).to(tl.float32), P)
             for c in tl.static_range(1, P.dim):
                 distance += _square(x[c], tl.load(table + entry * P.dim + c).to(tl.float32), P)
-            nearer = distance < least  # false for NaN
-            least = tl.where(nearer, distance, least)
+            nearer = distance < smallest  # false for NaN
+            smallest = tl.where(nearer, distance, smallest)
             code = tl.where(nearer, entry, code)
         for w in tl.static_range(P.bits):
             at = (token * P.bits - 32 * w)[:, None]
-            part = tl.where(at < 0, code >> tl.minimum(-at, 31), code << (tl.maximum(at, 0) & 31))
-            word = tl.sum(tl.where(at < 32, part, 0), 0)  # fields do not overlap: the sum is the union
+            field = tl.where(at < 0, code >> tl.minimum(-at, 31), code << (tl.maximum(at, 0) & 31))
+            word = tl.sum(tl.where(at < 32, field, 0), 0)  # fields do not overlap: the sum is the union
             tl.store(words + (block * P.vectors + vector) * P.bits + w, word, mask=vector < P.vectors)

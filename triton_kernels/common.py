@@ -1,4 +1,4 @@
-"""Functions and constants that several kernels share."""
+"""Functions and constants for several kernels."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def launch(kernel, grid: tuple[int, ...], *args, device: torch.device, **constan
         kernel[grid](*args, **(OPTIONS | constants))
 
 
-_HERE = contextlib.nullcontext()
+_NO_CHANGE = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
-    """Makes `device` the current one for a launch. It usually is, and then nothing is set: a chunk of a prompt waits for
-    what its launches cost the CPU."""
-    other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if other else _HERE
+    """Makes `device` the current one for a launch. It usually is, and then nothing is set, because the CPU time of launches
+    delays a prompt."""
+    switch = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if switch else _NO_CHANGE
 
 
 def format_records(store: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
-    """For the key format and the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the bytes from
-    one KV head's record to the next. A format without parameters gives any uint8 tensor."""
+    """For the key format and the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the stride from one KV
+    head's record to the next. For a format without parameters any uint8 tensor."""
     state = store.state
     nothing = state.pool[0], 0
     if not state.parameters:
@@ -59,7 +59,7 @@ def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int])
     return record, record.stride(0) if record.shape[0] > 1 else 0
 
 
-# Triton's functions of these names serve kernels too. Called from Python each takes several microseconds, and a launch
+# Triton's functions of these names also work in kernels. From Python each call takes several microseconds, and a launch
 # needs a few of them.
 
 
@@ -94,8 +94,8 @@ def dot_type(dtype: torch.dtype):
 
 
 def constants(params):
-    """A NamedTuple whose numbers, also those of tuples inside it, are all marked as compile-time constants. Without the
-    marks Triton 3.6 treats numbers inside a constant as run-time values. The interpreter does not know such marks."""
+    """The NamedTuple with all its numbers, also in nested tuples, marked as compile-time constants. Without the marks Triton
+    3.6 treats numbers inside a constant as run-time values. The interpreter does not support the marks."""
 
     def mark(x):
         if not isinstance(x, tuple):
@@ -119,8 +119,8 @@ def load_bricks(data, token, valid, E: tl.constexpr, P: tl.constexpr):
     """Tokens `token` `[N]` of a page in layout `core-1` (`formats.bricks`), E numbers in 16 bytes -> `[N, padded]`."""
     channel = tl.arange(0, P.padded)
     rows = data + (token // 8) * (8 * P.width) + (token % 8) * E
-    places = (channel // E) * (8 * E) + channel % E
-    return tl.load(rows[:, None] + places[None, :], mask=valid[:, None] & (channel < P.width)[None, :], other=0)
+    positions = (channel // E) * (8 * E) + channel % E
+    return tl.load(rows[:, None] + positions[None, :], mask=valid[:, None] & (channel < P.width)[None, :], other=0)
 
 
 @triton.jit
@@ -172,8 +172,8 @@ def load_tokens(source, index, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.
     number = index - first + skipped
     if HAS_ORDER:
         number = tl.load(order + number, mask=(index >= first) & keep, other=0)
-    place = number.to(tl.int64) * token_stride + channel * channel_stride
-    x = tl.load(chunk + place, mask=keep & (index >= first), other=0.0).to(tl.float32)
+    position = number.to(tl.int64) * token_stride + channel * channel_stride
+    x = tl.load(chunk + position, mask=keep & (index >= first), other=0.0).to(tl.float32)
     if TAIL > 0:
         old = keep & (index < first)
         y = tl.load(tail + (index % TAIL) * head_dim + channel, mask=old, other=0.0).to(tl.float32)

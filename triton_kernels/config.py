@@ -1,4 +1,4 @@
-"""Launch configurations by shape and device: a table, no tuning at run time."""
+"""Launch configurations of Triton's kernels by shape and device: a table, no tuning at run time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-#: tokens of the tail that one program takes if a row's work is split
-TAIL_SHARE = 64
-#: splits that a program of the merge takes at a time, and its channels
+#: tokens of the tail per split
+TAIL_SPLIT = 64
+#: of a program of the merge kernel: splits that it merges at a time, and its channels
 MERGE_SPLITS = 256
 MERGE_CHANNELS = 32
 #: warps of a program that stores one token and packs a due page
 APPEND_WARPS = 4
-#: tokens (keys and queries) that a program transforms: one for each warp
+#: tokens (keys and queries) that a program transforms: one per warp
 TRANSFORM_ROWS = 4
 #: number of multiprocessors assumed if there is no device to query (interpreter)
 DEFAULT_PROCESSORS = 132
@@ -30,7 +30,7 @@ CARRY_BYTES = 128 * 2**20
 
 
 class Config(NamedTuple):
-    """How the attend kernel is launched."""
+    """The launch of the attend kernel."""
 
     block_m: int
     block_n: int
@@ -103,7 +103,7 @@ def attend_config(
 
 
 class PromptConfig(NamedTuple):
-    """How the prompt kernel is launched."""
+    """The launch of the prompt kernel."""
 
     block_m: int
     block_n: int
@@ -143,9 +143,9 @@ def prompt_config(rows: int, heads: int, widest: int, is_float32: bool, device: 
     return PromptConfig(128, 128, num_warps=8, num_stages=3, programs=1)
 
 
-def split_count(programs: int, pages: int, wanted: int) -> int:
-    """How many shares a row's pages (or other pieces) are divided into. programs: rows * heads * query blocks; pages:
-    the longest row's."""
-    if programs * 2 > wanted or pages <= 2:
+def split_count(programs: int, pages: int, target: int) -> int:
+    """The number of splits of a row's pages (or of other units of work). programs: rows * heads * query blocks; pages: of the
+    longest row; target: the number of programs that fill the device."""
+    if programs * 2 > target or pages <= 2:
         return 1
-    return max(min(wanted // programs, pages // 2), 1)
+    return max(min(target // programs, pages // 2), 1)

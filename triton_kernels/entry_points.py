@@ -1,6 +1,6 @@
 """`Operations` by Triton's kernels, with the meaning of `hf_lowbit_kv.storage.reference`.
 
-Nothing here waits for the GPU, so everything can be captured in a CUDA graph.
+No function waits for the GPU, so all can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..storage.reference import restored, transformed_with
 from ..storage.step import Chunk, Operations
 from ..storage.transforms import Transform, base_order, hadamard
 from . import dense, prompt
-from .append import append_one_kernel, counters_kernel, pack_kernel, window_kernel
+from .append import append_counters_kernel, append_one_kernel, append_pages_kernel, append_window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import OPTIONS as OPTIONS
 from .common import cdiv, constants, dot_type, format_records, next_power_of_2, padded_width
@@ -30,7 +30,7 @@ from .config import (
     FUSED_ROWS,
     MERGE_CHANNELS,
     MERGE_SPLITS,
-    TAIL_SHARE,
+    TAIL_SPLIT,
     TRANSFORM_ROWS,
     attend_config,
     processors,
@@ -183,16 +183,16 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     blocks = cdiv(rows, config.block_m)
     programs, chained = batch * heads * blocks, _chained(q.device)
     splits = split_count(programs, pages, config.programs * processors(q.device))
-    window_parts = 1 + cdiv(spec.tail_size, TAIL_SHARE)
-    parts = splits + window_parts if splits > 1 else 1
+    window_splits = 1 + cdiv(spec.tail_size, TAIL_SPLIT)
+    all_splits = splits + window_splits if splits > 1 else 1
     out = q.new_empty(batch, tokens, q_heads, head_dim_v)
     partial, lse = out, out
     if splits > 1:
-        partial = q.new_empty(batch * heads, parts, rows, head_dim_v, dtype=torch.float32)
-        lse = q.new_empty(batch * heads, parts, rows, dtype=torch.float32)
+        partial = q.new_empty(batch * heads, all_splits, rows, head_dim_v, dtype=torch.float32)
+        lse = q.new_empty(batch * heads, all_splits, rows, dtype=torch.float32)
     _launch(
         attend_kernel,
-        (batch * heads, parts, blocks),
+        (batch * heads, all_splits, blocks),
         *(q, k, v, q if mask is None else mask.view(torch.uint8), q if sinks is None else sinks),
         q if lacking is None else lacking,
         *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
@@ -227,8 +227,8 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         BLOCK_M=config.block_m,
         BLOCK_N=min(config.block_n, *sides.max_block, spec.page_size),
         WINDOW_N=config.window_n,
-        WINDOW_PARTS=window_parts,
-        TAIL_SHARE=TAIL_SHARE,
+        WINDOW_SPLITS=window_splits,
+        TAIL_SPLIT=TAIL_SPLIT,
         DEFER=config.block_m <= 16 and config.num_warps > 1,
         T=0 if config.swapped else 1,
         PDL=chained,
@@ -240,12 +240,12 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         _launch(
             merge_kernel,
             (batch * heads, rows, cdiv(head_dim_v, MERGE_CHANNELS)),
-            *(partial, lse, q if sinks is None else sinks, out, heads, rows, parts),
+            *(partial, lse, q if sinks is None else sinks, out, heads, rows, all_splits),
             device=q.device,
             DV=head_dim_v,
             GROUPS=groups,
             HAS_SINKS=sinks is not None,
-            BLOCK=min(next_power_of_2(parts), MERGE_SPLITS),
+            BLOCK=min(next_power_of_2(all_splits), MERGE_SPLITS),
             CHANNELS=MERGE_CHANNELS,
             PDL=chained,
             num_warps=4,
@@ -305,10 +305,10 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
         # the indices of the real tokens (not padding), in order
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         count = mask.sum(1, dtype=torch.int32)
-    # at most the tail and the chunk are packed, and an open page may come before them
+    # at most the tail and the chunk are packed, after a partial page
     due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
     _launch(
-        pack_kernel,
+        append_pages_kernel,
         (batch * heads, due),
         *(k, v, order, count, state.pool[0], state.page_address, state.tail_k, state.tail_v, state.length, state.paged),
         *(record_k, record_v, *k.stride(), *v.stride(), heads, tokens, pages, room, *record_strides),
@@ -320,7 +320,7 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
     )
     if spec.sink or spec.tail_size:
         _launch(
-            window_kernel,
+            append_window_kernel,
             (batch * heads, cdiv(tokens, 32)),
             *(k, v, order, count, *window, state.length, state.paged, *k.stride(), *v.stride(), heads, tokens, room),
             device=k.device,
@@ -330,7 +330,7 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
             **(common | dims | padded),
         )
     _launch(
-        counters_kernel,
+        append_counters_kernel,
         (batch * heads,),
         *(state.length, state.paged, state.lost, count, heads, tokens, room),
         device=k.device,

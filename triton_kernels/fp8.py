@@ -1,4 +1,4 @@
-"""Device functions of `formats.fp8`: e4m3 codes, with a float32 scale for each token or none. The interface is
+"""Device functions of `formats.fp8`: e4m3 codes, with a float32 scale per token or none. The interface is
 described in `registry`."""
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 
 from ..formats.bricks import LAYOUT
-from ..formats.fp8 import E4M3_MAX, LEAST_SCALE
+from ..formats.fp8 import E4M3_MAX, MIN_SCALE
 from .common import load_bricks, load_plane, load_tokens, padded_width, query_dot, value_dot
 from .dense import fetch as fetch
 from .dense import prepare as prepare
 from .dense import weigh as weigh
 
 MAX = tl.constexpr(E4M3_MAX)
-LEAST = tl.constexpr(LEAST_SCALE)
+SMALLEST_SCALE = tl.constexpr(MIN_SCALE)
 
 
 class Params(NamedTuple):
@@ -38,12 +38,12 @@ class Params(NamedTuple):
 
 
 def covers(fmt) -> bool:
-    """Formats with a scale for each block are not served."""
+    """All formats except those with a scale per block."""
     return fmt.granularity != "block"
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
-    """Raises `ValueError` for formats with a scale for each block."""
+    """Raises `ValueError` for formats with a scale per block."""
     if not covers(fmt):
         raise ValueError(f"format {fmt.name!r} has no Triton kernels; use backend='torch' (slow reference)")
     padded, last = padded_width(head_dim), fmt.fields(head_dim, page_size, dtype)[-1]
@@ -92,8 +92,8 @@ def load_tile(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def from_e4m3(code):
-    """Codes (int16) -> float32. Sign, exponent and mantissa, put in their places in float16, are the number times 2^-8,
-    subnormals included."""
+    """Codes (int16) -> float32. Sign, exponent and mantissa in the fields of float16 are the number times 2^-8, subnormals
+    included."""
     half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
@@ -128,11 +128,11 @@ def store_tile(page, x, row, valid, channel, P: tl.constexpr):
     """Encode a tile of tokens, float32 `[ROWS, padded]`, as the page's tokens `row` `[ROWS]`. channel: `[1, padded]`."""
     if P.scaled:
         # a maximum ignores NaN, but not Inf
-        most = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
+        largest = tl.max(tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf")), 1)
         # div_rn, because `/` on float32 is approximate on a GPU
-        scale = tl.maximum(tl.math.div_rn(most, tl.zeros_like(most) + MAX), LEAST)
+        scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + MAX), SMALLEST_SCALE)
         nan = tl.full(scale.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
-        scale = tl.where(most < float("inf"), scale, nan)
+        scale = tl.where(largest < float("inf"), scale, nan)
         tl.store((page + P.scale_at).to(tl.pointer_type(tl.float32)) + row, scale, mask=valid)
         x = tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None])
     keep = valid[:, None] & (channel < P.width)

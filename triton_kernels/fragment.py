@@ -1,8 +1,8 @@
-"""Reads pages in the layouts of `formats.fragment`. CUDA kernels attend to such pages; here is only `decode`, as
-`registry` describes it.
+"""Reads pages in the layouts of `formats.fragment`. CUDA kernels attend to such pages; this
+module has only `decode`, as `registry` describes it.
 
-The place of a code, in words and in bits, is the sum of a number for its token and a number for its channel. So each
-place of a tile costs one addition.
+The position of a code, in words and in bits, is the sum of a number for its token and a number for its channel. So each
+position of a tile costs one addition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Params(NamedTuple):
     group: int
     #: groups of a token
     groups: int
-    #: loads of `vector` words that a lane's part of a block consists of
+    #: loads of `vector` words for a lane's words of a block
     chunks: int
     vector: int
     scale_at: int
@@ -68,12 +68,12 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 
 @triton.jit
-def _place(
+def _position(
     x, j, c, h, block,
     IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The part of (word, bit) that row or column `8 j + x` of an operand determines. c: which 16 channels, h: which
-    operand, block: which 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
+    """The contribution of row or column `8 j + x` of an operand to (word, bit). c: index of 16 channels, h: of the operand,
+    block: of 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
     word = c * (BITS // 2)
     if BITS == 8 and not IS_ROW:
         word += j
@@ -82,7 +82,7 @@ def _place(
     if BITS == 8:
         word += 2 * h
     lane = 4 * x if IS_ROW else x >> 1
-    place = (block * CHUNKS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
+    position = (block * CHUNKS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
     if IS_ROW:
         bit = (16 if PAIRS else 8) * j
     else:
@@ -91,7 +91,7 @@ def _place(
             bit += BITS * j
     if BITS == 2:
         bit += 4 * h
-    return place, bit
+    return position, bit
 
 
 @triton.jit
@@ -103,13 +103,13 @@ def load_codes(
     """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of CHANNELS channels. 0 where `keep` `[M]`
     is false. PAIRS: the codes are e4m3."""
     WHOLE: tl.constexpr = CHANNELS // 32 * 32
-    row, row_bit = _place(
+    row, row_bit = _position(
         (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS
     )
     rest = channel >= WHOLE
     of_channel = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
-    column, column_bit = _place(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS)
+    column, column_bit = _position(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS)
     words = array.to(tl.pointer_type(tl.int32))
     code = tl.load(words + (row[:, None] + column[None, :]), mask=keep[None, :], other=0)
     return (code >> (row_bit[:, None] + column_bit[None, :])) & ((1 << BITS) - 1)
@@ -134,9 +134,9 @@ def _low_codes(page, token, channel, keep, P: tl.constexpr):
         word = P.low_at + tile // 2
     else:
         word = P.low_at + tile
-    place = (token // 32 * P.chunks)[:, None] + (word // P.vector)[None, :]
-    place = place * (32 * P.vector) + lane * P.vector + (word % P.vector)[None, :]
-    words = tl.load(page.to(tl.pointer_type(tl.int32)) + place, mask=keep[None, :], other=0)
+    position = (token // 32 * P.chunks)[:, None] + (word // P.vector)[None, :]
+    position = position * (32 * P.vector) + lane * P.vector + (word % P.vector)[None, :]
+    words = tl.load(page.to(tl.pointer_type(tl.int32)) + position, mask=keep[None, :], other=0)
     return (words >> bit) & ((1 << P.low_bits) - 1)
 
 
@@ -154,7 +154,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
         at = token[:, None]
     else:
         at = token[:, None] * P.groups + channel[None, :] // P.group
-    known = keep[None, :] if P.per_channel or P.groups > 1 else token[:, None] >= 0
-    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + at, mask=known, other=0.0).to(tl.float32)
-    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + at, mask=known, other=0.0).to(tl.float32)
+    mask = keep[None, :] if P.per_channel or P.groups > 1 else token[:, None] >= 0
+    scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0).to(tl.float32)
+    zero = tl.load((page + P.zero_at).to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0).to(tl.float32)
     return code.to(tl.float32) * scale + zero

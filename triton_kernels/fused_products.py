@@ -1,4 +1,4 @@
-"""Products of one input of few rows with two or three weights. One launch reads the weights where they lie.
+"""Products of one input of few rows with two or three weights in one launch, without a copy of the weights.
 
 A decode step multiplies one to sixteen rows, so reading the weights takes all the time. Libraries launch a kernel for
 each weight, and small weights (of keys and values) do not fill a GPU. Sums are kept in float32 and added in a fixed
@@ -18,11 +18,11 @@ from .common import cdiv, dot_type, launch
 from .fused_gate import ACTIVATIONS, activated
 
 #: largest number of input rows: the fewest rows that tensor cores multiply
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 
 class Tiles(NamedTuple):
-    """How a launch is divided: outputs and inputs of a tile, warps, tiles in flight."""
+    """The tiling of a launch: outputs and inputs of a tile, warps, tiles in flight."""
 
     outputs: int
     inputs: int
@@ -32,7 +32,7 @@ class Tiles(NamedTuple):
 
 #: tiles for one row, and for several: the fastest of five to seven candidates on one H200, for 4096 inputs
 ONE_ROW, MORE_ROWS = Tiles(16, 256, 4, 4), Tiles(16, 128, 2, 6)
-#: the same for two weights that are read side by side
+#: the same for two weights that are read together
 ONE_ROW_GATED, MORE_ROWS_GATED = Tiles(4, 1024, 4, 3), Tiles(32, 256, 4, 3)
 #: used if the tiles in flight need more shared memory than a block has (consumer GPUs have 99 KB)
 SMALL = Tiles(16, 128, 4, 3)
@@ -149,9 +149,9 @@ def products(
     """`x @ weight.T + bias` for two or three weights.
 
     Args:
-        x: `[..., K]`, at most `MOST_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`,
+        x: `[..., K]`, at most `MAX_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`,
             for all weights or for none. All have one device and one dtype, float16 or bfloat16.
-        tiles: how the launch is divided; by default what was fastest on an H200.
+        tiles: the tiling of the launch; by default the fastest on an H200.
 
     Returns:
         For each weight `[..., n]`, contiguous.
@@ -213,7 +213,7 @@ def _fitting(tiles: Tiles, weights: int, flat: torch.Tensor) -> Tiles:
     """These tiles, or `SMALL` if they do not fit into shared memory."""
     if flat.device.type != "cuda":
         return tiles
-    rows = 1 if len(flat) == 1 else MOST_ROWS
+    rows = 1 if len(flat) == 1 else MAX_ROWS
     # Triton keeps one tile fewer than are in flight
     needed = (tiles.stages - 1) * (weights * tiles.outputs + rows) * tiles.inputs * flat.element_size()
     properties = torch.cuda.get_device_properties(flat.device)
@@ -222,15 +222,15 @@ def _fitting(tiles: Tiles, weights: int, flat: torch.Tensor) -> Tiles:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    if not 1 <= len(flat) <= MOST_ROWS:
-        raise ValueError(f"x has {len(flat)} rows; allowed: 1 to {MOST_ROWS}")
+    if not 1 <= len(flat) <= MAX_ROWS:
+        raise ValueError(f"x has {len(flat)} rows; allowed: 1 to {MAX_ROWS}")
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def _constants(flat: torch.Tensor, biases: Sequence[torch.Tensor] | None, tiles: Tiles) -> dict:
     return {
         "K": flat.shape[1],
-        "ROWS": 1 if len(flat) == 1 else MOST_ROWS,
+        "ROWS": 1 if len(flat) == 1 else MAX_ROWS,
         "HAS_BIAS": biases is not None,
         "EVEN": flat.shape[1] % tiles.inputs == 0,
         "DOT": dot_type(flat.dtype),

@@ -23,9 +23,9 @@ def rotary_kernel(
     HALF: channels of a half; channels after both halves are copied. SECOND: the index of the second half's cosines:
     HALF, or 0 if both halves share them.
     """
-    place = tl.program_id(0).to(tl.int64)
-    head, place = place % (q_heads + heads), place // (q_heads + heads)
-    s, b = place % tokens, place // tokens
+    program = tl.program_id(0).to(tl.int64)
+    head, program = program % (q_heads + heads), program // (q_heads + heads)
+    s, b = program % tokens, program // tokens
     is_q = head < q_heads
     h = tl.where(is_q, head, head - q_heads)
     of_q = q + b * q_stride_b + h * q_stride_h + s * q_stride_s

@@ -1,11 +1,11 @@
-"""Products with codebooks of up to 256 entries: a faster way to do what `codebook` does in a decode step.
+"""Products with codebooks of up to 256 entries: a faster path of `codebook` for decode steps.
 
 A number of 32 bits is loaded once. It holds a sub-vector's indices of four neighbouring tokens. One `tl.gather` looks up
 all indices of a tile: it stores the codebook in shared memory, in every tile, and reads the entries there. Entries in
 L1 would cost a cache line for nearly every lane.
 
-Tensor cores use entries as they lie in registers, because the indices are loaded in the order of an operand
-(`_places`). Another order would give the same result, but Triton would move entries between threads.
+Tensor cores use entries in place, because the indices are loaded in the order of an operand
+(`_positions`). Another order would give the same result, but Triton would move entries between threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_BITS = 8
 
 
 def planes(dim: int, head_dim: int) -> int:
-    """How many channels one look-up returns: a word of 32 or 64 bits. Two warps need at least 32 words for each token;
-    otherwise both would compute the same product."""
-    most = min(dim, 4)
-    return most if padded_width(head_dim // most) >= 32 else 2
+    """The number of channels per look-up: a word of 32 or 64 bits. Two warps need at least 32 words per token; otherwise both
+    would compute the same product."""
+    max_planes = min(dim, 4)
+    return max_planes if padded_width(head_dim // max_planes) >= 32 else 2
 
 
 def pairs_asm(planes: int) -> tuple[str, ...]:
-    """For each plane, PTX that takes its channels out of two words. ptxas would shift both words first."""
+    """For each plane, PTX that extracts its channels from two words. ptxas would shift both words first."""
     orders = ("0x5410", "0x7632")
     if planes == 2:
         return tuple(f"prmt.b32 $0, $1, $2, {order};" for order in orders)
@@ -37,24 +37,24 @@ def pairs_asm(planes: int) -> tuple[str, ...]:
 
 
 @triton.jit
-def _places(R: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
+def _positions(R: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
     """Row and column of each number of a tile `[R, C]`, int32 `[R * C]`, in the order that `_tile` expects.
 
     Neighbouring threads get neighbouring numbers of a one-dimensional tensor. As in the left operand of a product, lane
     `4 g + t` holds rows `g` and `g + 8`, and RUN columns from `RUN * t` on. The second warp holds the next 16 rows.
     """
     WARPS: tl.constexpr = 2 if R >= 32 else 1
-    place = tl.arange(0, R * C)
-    t, g, warp = place % 4, place // 4 % 8, place // 32 % WARPS
-    place = place // (32 * WARPS)
-    run, below, rest = place % RUN, place // RUN % 2, place // (2 * RUN)
+    position = tl.arange(0, R * C)
+    t, g, warp = position % 4, position // 4 % 8, position // 32 % WARPS
+    position = position // (32 * WARPS)
+    run, below, rest = position % RUN, position // RUN % 2, position // (2 * RUN)
     ACROSS: tl.constexpr = C // (4 * RUN)
     return rest // ACROSS * (16 * WARPS) + warp * 16 + below * 8 + g, rest % ACROSS * (4 * RUN) + t * RUN + run
 
 
 @triton.jit
 def _tile(x, R: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr):
-    """Numbers in the order of `_places` as `[R, C]`."""
+    """Numbers in the order of `_positions` as `[R, C]`."""
     WARPS: tl.constexpr = 2 if R >= 32 else 1
     x = tl.reshape(x, (R // (16 * WARPS), C // (4 * RUN), 2, RUN, WARPS, 8, 4))
     return tl.reshape(tl.permute(x, (0, 4, 2, 5, 1, 6, 3)), (R, C))
@@ -84,7 +84,7 @@ def _table(record, TYPE: tl.constexpr, P: tl.constexpr):
     from a smaller table by shuffles."""
     WORD: tl.constexpr = tl.int32 if P.planes == 2 else tl.int64
     number = tl.arange(0, P.words)
-    keep = number < P.parts << P.bits
+    keep = number < P.vector_words << P.bits
     if TYPE == tl.float16:
         table = tl.load(record.to(tl.pointer_type(WORD)) + number, mask=keep, other=0)
     else:
@@ -102,19 +102,19 @@ def _entries(
 ):  # fmt: skip
     """A tuple of words of a tile of `COUNT * N` tokens. The `i`-th has the words of tokens `i`, `i + COUNT`, ..., `[N,
     padded]` or transposed."""
-    # Triton gives a lane four tokens side by side where weights went through `_in_order`
+    # after `_in_order` Triton gives a lane four neighbouring tokens
     RUN: tl.constexpr = 4 if VECTORS_FIRST else 2
     R: tl.constexpr = P.padded if VECTORS_FIRST else N
     C: tl.constexpr = N if VECTORS_FIRST else P.padded
     if VECTORS_FIRST:
-        vector, token = _places(R, C, RUN)
+        vector, token = _positions(R, C, RUN)
     else:
-        token, vector = _places(R, C, RUN)
-    x = _packed(page, n0 + token * COUNT, vector // P.parts, COUNT, P)
-    table, part = _table(record, TYPE, P), vector % P.parts
+        token, vector = _positions(R, C, RUN)
+    x = _packed(page, n0 + token * COUNT, vector // P.vector_words, COUNT, P)
+    table, vector_word = _table(record, TYPE, P), vector % P.vector_words
     indices = ()
     for i in tl.static_range(COUNT):
-        indices = indices + (((x >> (i * P.bits)) & ((1 << P.bits) - 1)) * P.parts + part,)
+        indices = indices + (((x >> (i * P.bits)) & ((1 << P.bits) - 1)) * P.vector_words + vector_word,)
     if COUNT == 1:
         entries = (tl.gather(table, indices[0], 0),)
     else:
@@ -127,12 +127,12 @@ def _entries(
 
 
 @triton.jit
-def _joined(parts, COUNT: tl.constexpr):
+def _joined(tensors, COUNT: tl.constexpr):
     """Join 2 or 4 tensors, in order, along new last axes of size 2."""
     if COUNT == 2:
-        x = tl.join(parts[0], parts[1])
+        x = tl.join(tensors[0], tensors[1])
     else:
-        x = tl.join(tl.join(parts[0], parts[2]), tl.join(parts[1], parts[3]))
+        x = tl.join(tl.join(tensors[0], tensors[2]), tl.join(tensors[1], tensors[3]))
     return x
 
 
@@ -140,13 +140,13 @@ def _joined(parts, COUNT: tl.constexpr):
 def _separate(x, COUNT: tl.constexpr):
     """Undo `_joined`."""
     if COUNT == 2:
-        parts = tl.split(x)
+        tensors = tl.split(x)
     else:
         even, odd = tl.split(x)
         a, c = tl.split(even)
         b, d = tl.split(odd)
-        parts = (a, b, c, d)
-    return parts
+        tensors = (a, b, c, d)
+    return tensors
 
 
 @triton.jit
@@ -167,26 +167,26 @@ def scores(
     COUNT: tl.constexpr = min(4, BLOCK_N // 32)
     TYPE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float16
     words = _entries(page, record, n0, T == 1, COUNT, BLOCK_N // COUNT, TYPE, P)
-    parts = ()
+    tensors = ()
     for i in tl.static_range(COUNT):
         s = query_dot(prepared[0], _plane(words[i], 0, TYPE, P).to(DOT), None, T)
         for j in tl.static_range(1, P.planes):
             s = query_dot(prepared[j], _plane(words[i], j, TYPE, P).to(DOT), s, T)
-        parts = parts + (s,)
-    return _in_order(parts, COUNT, T)
+        tensors = tensors + (s,)
+    return _in_order(tensors, COUNT, T)
 
 
 @triton.jit
-def _in_order(parts, COUNT: tl.constexpr, T: tl.constexpr):
+def _in_order(tensors, COUNT: tl.constexpr, T: tl.constexpr):
     """Join the scores of tokens `i`, `i + COUNT`, ... for all `i`, in the order of tokens."""
-    A: tl.constexpr = parts[0].shape[0]
-    B: tl.constexpr = parts[0].shape[1]
+    A: tl.constexpr = tensors[0].shape[0]
+    B: tl.constexpr = tensors[0].shape[1]
     if COUNT == 1:
-        s = parts[0]
+        s = tensors[0]
     elif T == 1:
-        s = tl.reshape(_joined(parts, COUNT), (A, COUNT * B))
+        s = tl.reshape(_joined(tensors, COUNT), (A, COUNT * B))
     else:
-        s = tl.permute(_joined(parts, COUNT), (0, 2, 1) if COUNT == 2 else (0, 2, 3, 1))
+        s = tl.permute(_joined(tensors, COUNT), (0, 2, 1) if COUNT == 2 else (0, 2, 3, 1))
         s = tl.reshape(s, (COUNT * A, B))
     return s
 
@@ -197,13 +197,13 @@ def _apart(weights, COUNT: tl.constexpr, T: tl.constexpr):
     A: tl.constexpr = weights.shape[0]
     B: tl.constexpr = weights.shape[1]
     if COUNT == 1:
-        parts = (weights,)
+        tensors = (weights,)
     elif T == 1:
-        parts = _separate(tl.reshape(weights, (A, B // 2, 2) if COUNT == 2 else (A, B // 4, 2, 2)), COUNT)
+        tensors = _separate(tl.reshape(weights, (A, B // 2, 2) if COUNT == 2 else (A, B // 4, 2, 2)), COUNT)
     else:
         x = tl.reshape(weights, (A // 2, 2, B) if COUNT == 2 else (A // 4, 2, 2, B))
-        parts = _separate(tl.permute(x, (0, 2, 1) if COUNT == 2 else (0, 3, 1, 2)), COUNT)
-    return parts
+        tensors = _separate(tl.permute(x, (0, 2, 1) if COUNT == 2 else (0, 3, 1, 2)), COUNT)
+    return tensors
 
 
 @triton.jit
@@ -213,8 +213,8 @@ def add(
     """`acc * decay` plus a tile of weighted values."""
     COUNT: tl.constexpr = min(4, BLOCK_N // 32)
     TYPE: tl.constexpr = tl.bfloat16 if DOT == tl.bfloat16 else tl.float16
-    # weights come first: they need registers that the entries take next
-    parts = _apart(weights.to(DOT), COUNT, T)
+    # weights first: their registers are reused by the entries
+    tensors = _apart(weights.to(DOT), COUNT, T)
     out = ()
     for j in tl.static_range(P.planes):
         out = out + (acc[j] * tl.expand_dims(decay, T),)
@@ -222,6 +222,6 @@ def add(
     for i in tl.static_range(COUNT):
         sums = ()
         for j in tl.static_range(P.planes):
-            sums = sums + (value_dot(parts[i], _plane(words[i], j, TYPE, P).to(DOT), out[j], T),)
+            sums = sums + (value_dot(tensors[i], _plane(words[i], j, TYPE, P).to(DOT), out[j], T),)
         out = sums
     return out

@@ -1,12 +1,12 @@
 """Attention of many query tokens to packed history and, causally, to their own chunk.
 
-Decoding a page again for every tile of query rows would cost more than the products. So the row, history first and then
-the chunk, is unpacked once, in stretches, into a temporary buffer of bounded size (`config.BUFFER_BYTES`). An ordinary
-16-bit attention reads the buffer. From one stretch to the next each query row carries its output so far and the
-log-sum-exp of its scores. No format is known here: `read.unpack` hides them.
+Decoding a page for every tile of query rows would cost more than the products. So the row, history first and then the
+chunk, is unpacked once, in stretches, into a temporary buffer of bounded size (`config.BUFFER_BYTES`). An ordinary 16-bit
+attention reads the buffer. From one stretch to the next each query row carries its output so far and the log-sum-exp of
+its scores. This file does not depend on formats: `read.unpack` decodes them.
 
-Latents (MLA, SHARED below) are served too: the first stream is both the values and the first channels of the keys, and
-the second stream is the rest of the keys.
+It also serves latents (MLA, SHARED below): the first stream is both the values and the first channels of the keys, and the
+second stream is the remaining channels of the keys.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def prompt_kernel(
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     split = tl.program_id(1)
-    # the blocks that see most of the chunk first: they take longest
+    # the blocks that attend to most of the chunk first: they take longest
     row = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_valid = row < GROUPS * tokens
     token, group = tl.minimum(row // GROUPS, tokens - 1), row % GROUPS
@@ -122,7 +122,7 @@ def prompt_kernel(
     number = before + token
     if HAS_POSITION:
         number = tl.load(position + b * position_stride_b + token)
-    last = tl.load(length + bh) + number - first  # a query may see tokens of this stretch up to here
+    last = tl.load(length + bh) + number - first  # the last token of this stretch that a query attends to
     full_end = tl.maximum(tl.minimum(tl.min(last, 0) + 1, count), 0) // BLOCK_N * BLOCK_N
     end = tl.maximum(tl.minimum(tl.max(last, 0) + 1, count), 0)
     tiles = (end + BLOCK_N - 1) // BLOCK_N
@@ -132,7 +132,7 @@ def prompt_kernel(
         carry = (bh * splits + split) * (GROUPS * tokens) + row
         channel = tl.arange(0, DO_PADDED)
         keep = rows_valid[:, None] & (channel < DO)[None, :]
-        # the result so far counts as one token: its value is the output, its score the log-sum-exp
+        # the result so far acts as one token: its value is the output, its score the log-sum-exp
         carried = row < tl.where(first > 0, GROUPS * tokens, 0)
         m = tl.load(lse + carry, mask=carried, other=float("-inf"))
         l = tl.where(m == float("-inf"), 0.0, 1.0)
@@ -152,8 +152,8 @@ def prompt_kernel(
             ).to(DOT)
         added = tl.zeros((BLOCK_M,), tl.float32)
         if HAS_LACKING:
-            place = lacking + b * lacking_stride_b + q_head * lacking_stride_h + token
-            added = tl.load(place, mask=rows_valid, other=0.0)
+            pointers = lacking + b * lacking_stride_b + q_head * lacking_stride_h + token
+            added = tl.load(pointers, mask=rows_valid, other=0.0)
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
@@ -172,7 +172,7 @@ def prompt_kernel(
                 decay = tl.exp2(m - new_m)
                 l = l * decay + tl.exp2(logit - new_m)
                 acc = acc * decay[:, None]
-            x = acc / tl.where(l > 0, l, 1.0)[:, None]  # rows that attended to nothing get zeros
+            x = acc / tl.where(l > 0, l, 1.0)[:, None]  # rows without any token get zeros
             rows = out + ((b * tokens + token) * (heads * GROUPS) + q_head) * DO
             tl.store(rows[:, None] + channel[None, :], x.to(out.dtype.element_ty), mask=keep)
         else:
@@ -182,7 +182,7 @@ def prompt_kernel(
 
 
 def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    """`Operations.attend` for chunks of many tokens that are already transformed. It does not wait for the GPU."""
+    """`Operations.attend` for transformed chunks of many tokens. It does not wait for the GPU."""
     (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), store.state, store.spec
     lacking = chunk.lacking
     batch, q_heads, tokens, _ = q.shape
@@ -200,7 +200,7 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     out = q.new_empty(batch, tokens, q_heads, width)
     total = history + tokens
     token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
-    # several sequences side by side if the buffer has room; otherwise one at a time, in stretches if necessary
+    # several sequences at a time if the buffer has room; otherwise one at a time, in stretches if necessary
     together = min(max(BUFFER_BYTES // (token_bytes * total), 1), batch)
     size = total if token_bytes * total <= BUFFER_BYTES else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
     buffer = q.new_empty(together * size * heads * (head_dim_k + head_dim_v))
@@ -217,9 +217,9 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         for start in range(0, tokens, queries):
             stop = min(start + queries, tokens)
             added = None if lacking is None else lacking[rows, :, start:stop]
-            part = chunk._replace(q=q[rows, :, start:stop], scaling=scaling, lacking=added)
-            places = None if position is None else position[rows, start:stop]
-            walk = _Walk(part, places, start, group, out[rows, start:stop])
+            queries_chunk = chunk._replace(q=q[rows, :, start:stop], scaling=scaling, lacking=added)
+            positions = None if position is None else position[rows, start:stop]
+            walk = _Walk(queries_chunk, positions, start, group, out[rows, start:stop])
             for first in range(0, history + stop, size):
                 length = min(size, history + stop - first)
                 split_at = count * heads * length * head_dim_k
@@ -232,10 +232,10 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
 
 
 class _Walk:
-    """Some query tokens, which attend to the stretches of their rows one after the other.
+    """Attention of a chunk's consecutive query tokens to the stretches of their rows, in sequence.
 
-    chunk: its q `[B, Hq, S, D]` are the queries. position: `[B, S]`. before: how many tokens of the chunk come before
-    them. out: `[B, S, Hq, Dv]`.
+    chunk: its q `[B, Hq, S, D]` are the queries. position: `[B, S]`. before: the number of tokens of the chunk before
+    these. out: `[B, S, Hq, Dv]`.
     """
 
     def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor):
@@ -248,8 +248,8 @@ class _Walk:
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]
         self.config: PromptConfig
-        self.splits = 0  # not begun
-        self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # where nothing is carried
+        self.splits = 0  # 0: not started
+        self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # unused if no results are carried
 
     def _begin(self, length: int, final: bool) -> None:
         """Choose the launch for the first stretch, which is the longest."""
@@ -257,15 +257,15 @@ class _Walk:
         widest = max(self.q.shape[-1], self.out.shape[-1])
         self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
         programs *= cdiv(self.rows, self.config.block_m)
-        wanted = self.config.programs * processors(self.q.device)
-        self.splits = split_count(programs, cdiv(length, 256), wanted)
+        target_programs = self.config.programs * processors(self.q.device)
+        self.splits = split_count(programs, cdiv(length, 256), target_programs)
         if self.splits > 1 or not final:
             sizes = self.batch * self.heads, self.splits, self.rows
             self.partial = self.q.new_empty(*sizes, self.out.shape[-1], dtype=torch.float32)
             self.lse = self.q.new_empty(*sizes, dtype=torch.float32)
 
     def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
-        """Attend to tokens `first` and up, `[B, H, count, D]`. After the last stretch the output is written."""
+        """Attend to tokens from `first` on, `[B, H, count, D]`. The last stretch writes the output."""
         if self.splits == 0:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out

@@ -1,5 +1,4 @@
-"""Unpacks stored tokens, in order: all of them (`read`), or a stretch of them and of the chunk that follows
-(`unpack`)."""
+"""Unpacks stored tokens, in order: all of them (`read`), or a stretch of stored and new tokens (`unpack`)."""
 
 from __future__ import annotations
 
@@ -39,10 +38,10 @@ def _read_tile(
         valid = index < packed
         page = pool + tl.multiple_of(tl.load(address + b * pages + start // PAGE) + h * PAGE_BYTES, 16) + PART_AT
         head_record = record + h * record_stride
-        place = SINK + index - first
-        rows = out + (bh * count + place) * D
+        position = SINK + index - first
+        rows = out + (bh * count + position) * D
         channel = tl.arange(0, P.padded)
-        keep = (valid & (place >= 0) & (place < count))[:, None] & (channel < P.width)[None, :]
+        keep = (valid & (position >= 0) & (position < count))[:, None] & (channel < P.width)[None, :]
         for j in tl.static_range(P.planes):
             x = DECODE(page, head_record, start % PAGE, valid, j, BLOCK_N, P)
             tl.store(rows[:, None] + plane_channels(j, P)[None, :], x.to(out.dtype.element_ty), mask=keep)
@@ -50,13 +49,13 @@ def _read_tile(
 
 @triton.jit
 def _copy_window(
-    sink, tail, chunk, stride_s, stride_d, out, bh, number, source, place, keep,
+    sink, tail, chunk, stride_s, stride_d, out, bh, number, source, position, keep,
     D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of `_read_window`: copy tokens `number` of the window to rows `place` of out. source:
+    """Keys or values of `_read_window`: copy tokens `number` of the window to rows `position` of out. source:
     positions in the chunk."""
     channel = tl.arange(0, PADDED)[None, :]
-    rows = (out + place.to(tl.int64) * D)[:, None] + channel
+    rows = (out + position.to(tl.int64) * D)[:, None] + channel
     keep = keep[:, None] & (channel < D)
     if SINK > 0:
         selected = keep & (number < SINK)[:, None]
@@ -83,7 +82,7 @@ def _read_window(
     """Copy those of a row's tokens `first` to `first + count` that are not packed into out_k and out_v `[B, H, count,
     D]`: sink, tail and, if HAS_CHUNK, the chunk's `tokens`. block: number of a block of BLOCK of these.
 
-    HAS_ORDER: the chunk's real tokens are at positions `order` `[B, tokens]`; there are `real` `[B]` of them.
+    HAS_ORDER: the chunk's real tokens are at positions `order` `[B, tokens]`; `real` `[B]` is their number.
     """
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
     # number counts the sink's slots, then the tail's tokens, oldest first, then the chunk's tokens
@@ -93,21 +92,21 @@ def _read_window(
     keep = token < stored
     if HAS_CHUNK:
         chunk = number - (SINK + TAIL)
-        many = tl.load(real + b) if HAS_ORDER else tokens
-        in_chunk = (chunk >= 0) & (chunk < many)
+        new_tokens = tl.load(real + b) if HAS_ORDER else tokens
+        in_chunk = (chunk >= 0) & (chunk < new_tokens)
         token = tl.where(chunk >= 0, stored + chunk, token)
         keep = tl.where(chunk >= 0, in_chunk, keep)
         if HAS_ORDER:
             chunk = tl.load(order + b * tokens + chunk, mask=in_chunk, other=0)
         source = tl.where(number >= SINK + TAIL, chunk, source)
     keep = keep & (token >= first) & (token < first + count)
-    place = bh * count + token - first
+    position = bh * count + token - first
     _copy_window(
-        sink_k, tail_k, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d, out_k, bh, number, source, place, keep,
+        sink_k, tail_k, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d, out_k, bh, number, source, position, keep,
         DK, DK_PADDED, SINK, TAIL, HAS_CHUNK,
     )  # fmt: skip
     _copy_window(
-        sink_v, tail_v, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, out_v, bh, number, source, place, keep,
+        sink_v, tail_v, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, out_v, bh, number, source, position, keep,
         DV, DV_PADDED, SINK, TAIL, HAS_CHUNK,
     )  # fmt: skip
 
@@ -124,33 +123,33 @@ def unpack_kernel(
 ):  # fmt: skip
     """Write tokens `first` to `first + count` of every row to out_k and out_v `[B, H, count, D]`.
 
-    Grid (row * head, part). The first `blocks` parts copy the window and the chunk, `tiles_k` more decode packed keys,
-    and all others decode packed values.
+    Grid (row * head, index). The first `blocks` programs of axis 1 copy the window and the chunk, the next `tiles_k` decode
+    packed keys, and the others decode packed values.
     """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
-    part = tl.program_id(1)
-    if part < blocks:
+    index = tl.program_id(1)
+    if index < blocks:
         _read_window(
             sink_k, sink_v, tail_k, tail_v, length, paged, k, v, order, real, out_k, out_v,
             k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
-            bh, b, h, part, tokens, first, count,
+            bh, b, h, index, tokens, first, count,
             DK, DV, DK_PADDED, DV_PADDED, SINK, TAIL, HAS_CHUNK, HAS_ORDER, BLOCK,
         )  # fmt: skip
-    elif part < blocks + tiles_k:
+    elif index < blocks + tiles_k:
         _read_tile(
-            pool, address, paged, record_k, record_k_stride, out_k, bh, b, h, part - blocks, pages, first, count,
+            pool, address, paged, record_k, record_k_stride, out_k, bh, b, h, index - blocks, pages, first, count,
             DECODE_K, KP, DK, SINK, PAGE, PAGE_BYTES, 0, BLOCK_K,
         )  # fmt: skip
     else:
         _read_tile(
-            pool, address, paged, record_v, record_v_stride, out_v, bh, b, h, part - blocks - tiles_k, pages, first, count,
+            pool, address, paged, record_v, record_v_stride, out_v, bh, b, h, index - blocks - tiles_k, pages, first, count,
             DECODE_V, VP, DV, SINK, PAGE, PAGE_BYTES, VALUE_AT, BLOCK_V,
         )  # fmt: skip
 
 
 class _PageReader(NamedTuple):
-    """How the pages of keys, or of values, are read."""
+    """The reader of pages of keys, or of values."""
 
     decode: Any
     params: Any
@@ -162,14 +161,14 @@ class _PageReader(NamedTuple):
 def _page_readers(
     spec: LayerSpec, head_dims: tuple[int, int], dtype: torch.dtype, ptx: bool
 ) -> tuple[tuple[_PageReader, ...], int]:
-    """How keys and values are read; and the bytes of a page."""
-    parts = spec.part_bytes(*head_dims, dtype)
+    """The readers of keys and of values; the size of a page in bytes."""
+    part_bytes = spec.part_bytes(*head_dims, dtype)
     readers = []
-    for fmt, head_dim, part_at in zip(spec.formats, head_dims, (0, parts[0]), strict=True):
+    for fmt, head_dim, part_at in zip(spec.formats, head_dims, (0, part_bytes[0]), strict=True):
         module = reader(fmt)
         params = module.params(fmt, head_dim, spec.page_size, dtype, ptx)
         readers.append(_PageReader(module.decode, constants(params), part_at, params.max_block))
-    return tuple(readers), sum(parts)
+    return tuple(readers), sum(part_bytes)
 
 
 class NewTokens(NamedTuple):

@@ -1,11 +1,11 @@
-"""Which module holds the device functions of a page format. `docs/add-a-format.md` says how to add one.
+"""The modules with the device functions of page formats. `docs/add-a-format.md` describes how to add one.
 
-Such a module has `params`, `encode` and `decode`. They suffice: a step then unpacks the history in stretches
-(`prompt`). With the other functions below, decode steps attend directly to packed pages.
+Such a module has `params`, `encode` and `decode`. With these only, a step unpacks the history in stretches (`prompt`).
+With the other functions below, decode steps attend directly to packed pages.
 
 All functions but `params` are `@triton.jit` functions. `page` points to the first byte of the format's part of a page
 of one KV head. `record` points to the head's parameters (`records.Parametrized.record_fields` has their offsets). `n0`
-is the tile's first token, counted inside the page. `valid` `[BLOCK_N]` says which tokens are in use; the others may be
+is the tile's first token, counted inside the page. `valid` `[BLOCK_N]` marks tokens in use; the others may be
 NaN. `P` is the result of `params`. `T` is the tile's orientation (`common`).
 
 - `params(fmt, head_dim, page_size, dtype, ptx)`: a NamedTuple of numbers and strings, a compile-time constant.
@@ -14,14 +14,14 @@ NaN. `P` is the result of `params`. `T` is the tile's orientation (`common`).
   (whether `weigh` returns one); `max_block` (largest tile of tokens); `encode_rows` (tokens that `encode` takes at a
   time); `gathers` (whether `scores` and `add` gather from shared memory, which needs two warps: `config`).
 - `prepare(q_rows, stride, rows_valid, DOT, T, P)`: the queries in the form that `scores` needs, a tuple of tensors.
-- `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of a tile's numbers for each token, loaded one tile ahead.
+- `fetch(page, n0, valid, BLOCK_N, P)`: a tuple of a tile's per-token numbers, loaded one tile ahead.
 - `scores(page, record, prepared, fetched, n0, valid, factor, DOT, BLOCK_N, T, P)`: float32 scores, `factor * q.k`.
 - `weigh(page, fetched, s, n0, valid, BLOCK_N, T, P)`: `(s', inverse, offset)`. Weights are computed from s'. It is s
   plus the binary logarithm of the factor by which the format multiplies a token's values. A weight times `inverse` is
-  its part in the sum of weights; a weight times `offset` is its part in the offset common to all channels. Both are
-  numbers, or have one number for each token.
-- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, for
-  each plane.
+  its contribution to the sum of weights; a weight times `offset` is its contribution to the offset of all channels. Both
+  are numbers, or have one number per token.
+- `add(page, record, weights, decay, acc, n0, valid, DOT, BLOCK_N, T, P)`: `acc * decay` plus the weighted values, per
+  plane.
 - `encode(page, record, source, start, stop, base, ROWS, HAS_ORDER, TAIL, P)`: store tokens `start` to `stop` of the
   page, whose first token has index `base`. `common.load_tokens` describes `source`.
 - `decode(page, record, n0, valid, j, BLOCK_N, P)`: plane `j` of a tile of tokens, float32 `[BLOCK_N, padded]`.
@@ -43,8 +43,8 @@ from ..formats.static import Static
 from ..formats.trellis import Trellis
 from ..storage.layer_spec import LayerSpec
 
-#: names of modules, here and below. Only those of a cache's formats are imported, because Triton reads the source of each
-#: function when its module is imported: all of them together take 0.15 s
+#: names of modules, here and below. Only the modules of a cache's formats are imported, because Triton reads the source of
+#: each function at import: all of them take 0.15 s
 KERNELS: dict[type[Format], str] = {
     Affine: ".affine",
     Boosted: ".boosted",

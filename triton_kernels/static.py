@@ -10,7 +10,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from ..formats.static import LOWEST_SCALE, MEAN_MOST
+from ..formats.static import LOWEST_SCALE
+from ..formats.static import MAX_MEAN as MEAN_LIMIT
 from .boosted import _squared
 from .common import load_tokens, padded_width, query_dot, value_dot
 from .dense import fetch as fetch
@@ -18,7 +19,7 @@ from .dense import prepare as prepare
 from .dense import weigh as weigh
 
 LOWEST = tl.constexpr(LOWEST_SCALE)
-MOST_MEAN = tl.constexpr(MEAN_MOST)
+MAX_MEAN = tl.constexpr(MEAN_LIMIT)
 
 _FIELDS = (
     *("head_dim", "width", "padded", "planes", "units", "max_block", "encode_rows", "offset", "interleaved"),
@@ -26,7 +27,7 @@ _FIELDS = (
     *("page_size", "folds", "group", "row_words", "mean_at", "scale_at", "token_scale", "thresholds"),
     # for each group of channels: bits, gain, number of planes; then, for each of its planes
     *("bits", "gain", "count", "plane_width", "plane_shift", "plane_first"),
-    # for each width (4, 2, 1) that occurs: width, columns, words of a token, words in front of them
+    # for each width (4, 2, 1) in use: width, columns, words of a token, words before them
     *("widths", "columns", "words", "before"),
 )
 Params = namedtuple("Params", _FIELDS)
@@ -40,8 +41,8 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     by_plane: list[list[tuple[int, int, int]]] = [[] for _ in fmt.pattern]
     for plane in planes:
         for first in range(0, len(plane.channels), group):
-            place = int(plane.channels[first]) // group
-            by_plane[place].append((plane.width, int(plane.shifts[first]), first))
+            group_index = int(plane.channels[first]) // group
+            by_plane[group_index].append((plane.width, int(plane.shifts[first]), first))
     padded = [(x + [(1, 0, 0)] * 2)[:2] for x in by_plane]
     return Params(
         head_dim=head_dim,
@@ -180,7 +181,7 @@ def _rest(record, source, token, channel, keep, HAS_ORDER: tl.constexpr, TAIL: t
         for i in tl.static_range(P.folds):
             total = tl.sum(tl.reshape(total, (2, P.page_size >> (i + 1), n)), 0)
         total = tl.reshape(total, (1, n)) * (1.0 / P.page_size)
-        mean = tl.minimum(tl.maximum(total, -MOST_MEAN), MOST_MEAN).to(tl.float16)
+        mean = tl.minimum(tl.maximum(total, -MAX_MEAN), MAX_MEAN).to(tl.float16)
         x = x - mean.to(tl.float32)
     return x, mean
 
@@ -203,10 +204,10 @@ def _scales(rest, P: tl.constexpr):
 @triton.jit
 def _power(k):
     """2 ** (k / 4) for integers k, rounded once: a quarter's factor times a power of two."""
-    part = k & 3
-    factor = tl.where(part == 2, 1.4142135623730951, 1.681792830507429)
-    factor = tl.where(part == 1, 1.189207115002721, factor)
-    factor = tl.where(part == 0, 1.0, factor)
+    quarter = k & 3
+    factor = tl.where(quarter == 2, 1.4142135623730951, 1.681792830507429)
+    factor = tl.where(quarter == 1, 1.189207115002721, factor)
+    factor = tl.where(quarter == 0, 1.0, factor)
     return factor * ((127 + (k >> 2)) << 23).to(tl.float32, bitcast=True)
 
 
@@ -256,12 +257,12 @@ def _store_plane(
         rest, _ = _rest(record, source, token, channel, keep, HAS_ORDER, TAIL, P)
         if P.token_scale:
             rest = tl.math.div_rn(rest, tl.zeros_like(rest) + scale)
-        half, most = channel.to(tl.float32) * 0.0, channel.to(tl.float32) * 0.0
+        half, max_code = channel.to(tl.float32) * 0.0, channel.to(tl.float32) * 0.0
         for i in tl.static_range(len(P.bits)):
             in_group = channel // P.group == i
             half = tl.where(in_group, (1 << P.bits[i]) * 0.5, half)
-            most = tl.where(in_group, (1 << P.bits[i]) - 1.0, most)
-        code = tl.minimum(tl.maximum(tl.floor(rest) + half, 0.0), most).to(tl.int32)
+            max_code = tl.where(in_group, (1 << P.bits[i]) - 1.0, max_code)
+        code = tl.minimum(tl.maximum(tl.floor(rest) + half, 0.0), max_code).to(tl.int32)
         packed = packed | (((code >> shift) & ((1 << WIDTH) - 1)) << (j * WIDTH))
     target = page.to(tl.pointer_type(tl.int16)) + number[:, None] * P.row_words + P.before[n] + word
     tl.store(target, packed.to(tl.int16), mask=keep)

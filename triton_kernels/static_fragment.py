@@ -15,7 +15,7 @@ _FIELDS = (
     *static.Params._fields,
     # whether rows of an operand are channels (values); a lane's words for a block of 32 tokens; words of one load
     *("transposed", "lane_words", "vector"),
-    # keys: for each group of channels, where its planes begin among a lane's bits (4 for each word)
+    # keys: for each group of channels, the offsets of its planes in a lane's data, in quarter words
     "plane_at",
 )
 Params = namedtuple("Params", _FIELDS)
@@ -43,8 +43,8 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 @triton.jit
 def _load(page, token, lane, word, bit, keep, P: tl.constexpr):
-    place = ((token // 32) * P.lane_words + word // P.vector * P.vector) * 32 + lane * P.vector + word % P.vector
-    return tl.load(page.to(tl.pointer_type(tl.int32)) + place, mask=keep, other=0) >> bit
+    position = ((token // 32) * P.lane_words + word // P.vector * P.vector) * 32 + lane * P.vector + word % P.vector
+    return tl.load(page.to(tl.pointer_type(tl.int32)) + position, mask=keep, other=0) >> bit
 
 
 @triton.jit
@@ -71,9 +71,9 @@ def _key_codes(page, token, channel, keep, P: tl.constexpr):
 
 
 @triton.jit
-def value_place(token, channel, P: tl.constexpr):
-    """Where a page of values has tokens `[N, 1]` and channels `[1, padded]`: the tile, the lane, and the column of the
-    tile, which with the channel decides about the field."""
+def value_position(token, channel, P: tl.constexpr):
+    """The positions of tokens `[N, 1]` and channels `[1, padded]` in a page of values: the tile, the lane, and the column of
+    the tile, which with the channel determines the field."""
     rest = channel >= P.head_dim // 32 * 32
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
     row = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
@@ -84,7 +84,7 @@ def value_place(token, channel, P: tl.constexpr):
 @triton.jit
 def _value_codes(page, token, channel, keep, P: tl.constexpr):
     """The same for pages of values, where all channels have one width."""
-    tile, lane, column = value_place(token, channel, P)
+    tile, lane, column = value_position(token, channel, P)
     half, h = token & 1, (token >> 1) & 1
     field = 16 * (column & 1) + 8 * ((channel >> 1) & 1)
     if P.bits[0] == 4:

@@ -1,4 +1,4 @@
-"""Tools that are needed beside Python packages, and whether this machine has them."""
+"""Tools that kernels need besides Python packages, and whether this machine has them."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def install_nvrtc() -> str:
 def why_no_launcher() -> str | None:
     """Why Triton cannot launch kernels here, or `None`.
 
-    Triton compiles kernels by itself. But a Python extension in C launches them, and a C compiler builds that extension
-    when it is first needed (`triton.runtime.build`).
+    Triton needs no other compiler for kernels. But a Python extension in C launches them, and a C compiler builds that
+    extension at first use (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     from triton import knobs
 
-    if knobs.build.impl is not None:  # the user's own way to build
+    if knobs.build.impl is not None:  # the user's own build function
         return None
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler to launch kernels, and neither gcc nor clang is on PATH nor CC set"
@@ -84,14 +84,14 @@ def triton_serves(device: torch.device) -> bool:
 
 
 def why_gpu_launches_nothing() -> str | None:
-    """Why neither Triton nor PyTorch's compiled steps can launch anything on this machine's GPU, or `None`. That is so
-    if there is a GPU, no launcher can be built, and none was built earlier (if the first is there, Triton's cache may
-    hold the others too)."""
+    """Why neither Triton nor PyTorch's compiled steps can launch kernels on this machine's GPU, or `None`. There is a reason
+    if there is a GPU, no launcher can be built, and none was built earlier (with one in Triton's cache, the others may be
+    there too)."""
     if not torch.cuda.is_available() or (reason := why_no_launcher()) is None:
         return None
     try:
         from triton.runtime import driver
 
         return None if driver.active.utils is not None else reason
-    except Exception:  # any reason for which Triton's driver cannot be loaded
+    except Exception:  # Triton's driver cannot be loaded
         return reason

@@ -32,17 +32,17 @@ def _rotated(
 ):
     """Rotate rows `[ROWS, PADDED]`, float32. channel: the index of each element. Elements past D mix only with each
     other."""
-    block, place = channel // BASE, channel % BASE
+    block, position = channel // BASE, channel % BASE
     if BASE > 1:
         total = tl.zeros_like(x)
         for i in tl.static_range(BASE):
-            sign = tl.load(signs + i * BASE + place)
+            sign = tl.load(signs + i * BASE + position)
             term = tl.gather(x, tl.minimum(block * BASE + i, D - 1), 1) * sign  # a product with 1 or -1 is exact
             total = term if i == 0 else total + term
         x = total
     for i in tl.static_range(BLOCKS_LOG2):
-        other = tl.gather(x, tl.minimum((block ^ (1 << i)) * BASE + place, D - 1), 1)
-        x = tl.where((block & (1 << i)) != 0, other - x, x + other)
+        partner = tl.gather(x, tl.minimum((block ^ (1 << i)) * BASE + position, D - 1), 1)
+        x = tl.where((block & (1 << i)) != 0, partner - x, x + partner)
     return _product(x, tl.full(x.shape, NORM, tl.float32), PTX)
 
 

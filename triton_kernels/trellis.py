@@ -1,7 +1,7 @@
 """Device functions of `formats.trellis`, as `registry` describes them. Pages are in the order of the CUDA kernels.
 
 To read a number, the kernel loads its own word and the words with the path bits of the three steps before it. To pack, it
-searches all chains of 128 tokens side by side. The eight states have their own axis, whose second half has the states with the
+searches all chains of 128 tokens in parallel. The eight states have their own axis, whose second half has the states with the
 top bit.
 """
 
@@ -21,7 +21,7 @@ from .dense import weigh as weigh
 from .static_fragment import _load
 
 HALF_STATES = tl.constexpr(STATES // 2)
-MOST = tl.constexpr(FARTHEST)
+LIMIT = tl.constexpr(FARTHEST)
 
 _FIELDS = (
     *static_fragment.Params._fields,
@@ -56,7 +56,7 @@ def _path(page, block, lane, field, step, keep, P: tl.constexpr):
 @triton.jit
 def _levels(page, token, channel, keep, P: tl.constexpr):
     """Levels of tokens `[N, 1]` and channels `[1, padded]`, int32."""
-    tile, lane, column = static_fragment.value_place(token, channel, P)
+    tile, lane, column = static_fragment.value_position(token, channel, P)
     field = 8 * (column & 1) + 4 * ((channel >> 1) & 1) + 2 * ((token >> 1) & 1) + (token & 1)
     code = _load(page, token, lane, tile, 2 * field, keep, P) & 3
     first = token // P.chain_tokens * (P.chain_tokens // 32)
@@ -108,7 +108,7 @@ def _halves(x):
 
 
 @triton.jit
-def _together(even, odd):
+def _joined(even, odd):
     """Joins the states with path bit 0 and those with path bit 1, `[4, n]` each, to `[8, n]`."""
     n: tl.constexpr = even.shape[1]
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (2 * HALF_STATES, n))
@@ -121,7 +121,7 @@ def _number(record, source, base, scales, token, channel, HAS_ORDER: tl.constexp
     x = load_tokens(source, base + token, channel, token >= 0, HAS_ORDER, TAIL)
     x = tl.math.div_rn(x - tl.load(parameters + channel), tl.load(parameters + P.head_dim + channel))
     x = 2.0 * tl.math.div_rn(x, tl.gather(scales, token, 0))
-    return tl.minimum(tl.maximum(x, -MOST), MOST)
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
 
 
 @triton.jit
@@ -137,8 +137,8 @@ def encode(
     pairs = tl.reshape(k, (P.page_size // 2, 2)) << (tl.arange(0, 2) * 4)[None, :]
     tl.store(page + P.scale_at + tl.arange(0, P.page_size // 2), tl.sum(pairs, 1).to(tl.uint8))
     scales = tl.reshape(static._power(k + static.LOWEST), (P.page_size,))
-    for part in range(P.page_size // P.chain_tokens):
-        _encode_chains(page, record, source, base, scales, part * P.chain_tokens, HAS_ORDER, TAIL, P)
+    for index in range(P.page_size // P.chain_tokens):
+        _encode_chains(page, record, source, base, scales, index * P.chain_tokens, HAS_ORDER, TAIL, P)
 
 
 @triton.jit
@@ -169,13 +169,13 @@ def _encode_chains(
         low, high = _halves(cost)
         low_own, high_own = _halves(own)
         low_upper, high_upper = _halves(upper)
-        # path bit 0: levels begin at `lowest` from state a, at `lowest ^ 2` from a + 4; path bit 1: the other way round
+        # path bit 0: levels begin at `lowest` from state a, at `lowest ^ 2` from a + 4; path bit 1: vice versa
         way_0, way_1 = high + square_b < low + square_a, high + square_a < low + square_b
-        cost = _together(
+        cost = _joined(
             tl.where(way_0, high + square_b, low + square_a), tl.where(way_1, high + square_a, low + square_b)
         )
-        own = _together(tl.where(way_0, high_own, low_own) * 2, tl.where(way_1, high_own, low_own) * 2 + 1)
-        upper = _together(
+        own = _joined(tl.where(way_0, high_own, low_own) * 2, tl.where(way_1, high_own, low_own) * 2 + 1)
+        upper = _joined(
             tl.where(way_0, high_upper, low_upper) * 2 + tl.where(way_0, upper_b, upper_a),
             tl.where(way_1, high_upper, low_upper) * 2 + tl.where(way_1, upper_a, upper_b),
         )

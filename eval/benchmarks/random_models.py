@@ -149,8 +149,8 @@ class StepClock(LogitsProcessor):
 #: kinds of GPU work, by names of kernels; the first matching pattern counts. If inductor fuses several reductions, here
 #: the products with the weights of q, k and v, the kernel's name has only a number
 KINDS = (
-    ("attention", r"^attend|^merge_kernel|flash|fmha|sdpa|cudnn.*attention"),
-    ("append and pack", r"^append|^pack_kernel|^window_kernel|^counters_kernel"),
+    ("attention", r"^(latent_\w*)?(attend|merge)|^prompt_kernel|flash|fmha|sdpa|cudnn.*attention"),
+    ("append and pack", r"^(latent_)?append"),
     (
         "weights",
         r"gemm|gemv|nvjet|cutlass|splitk|cublas|triton_\w*mm|dot_kernel|reduce_1Block|products?_kernel|triton_red_fused_\d+$",

@@ -1,1 +1,1 @@
-"""Which code runs a layer's operations, and the operations as torch sees them."""
+"""Backends for a layer's operations, and these operations as `torch.library` operations."""

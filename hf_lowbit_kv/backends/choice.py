@@ -1,10 +1,10 @@
-"""The backends, what each of them covers, and which one a layer gets.
+"""The backends, the layers that each of them supports, and the choice of a layer's backend.
 
-The choice is made by the first of these that is set: the `backend=` argument of a cache; the environment variable
-`HF_LOWBIT_KV_BACKEND`; the device. An NVIDIA GPU gets `cuda` if that serves the layer, otherwise `triton`. An AMD GPU
-gets `triton`, a CPU `cpu`, anything else `torch`. A cache's `summary()` shows the backend, and why it is not a faster
-one. A backend that is named and cannot run raises an error. If none is named, the default is the first that serves the
-layer (`_default_backend`). If that is the slow `torch`, the cache warns.
+The first of these that is set determines the backend: the `backend=` argument of a cache; the environment variable
+`HF_LOWBIT_KV_BACKEND`; the device. An NVIDIA GPU gets `cuda` if it supports the layer, otherwise `triton`. An AMD GPU
+gets `triton`, a CPU `cpu`, any other device `torch`. A cache's `summary()` shows the backend, and why it is not a faster
+one. A named backend that cannot run raises an error. Without a name, the default is the first that supports the layer
+(`_default_backend`). If that is the slow `torch`, the cache warns.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 """
@@ -39,7 +39,7 @@ VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
 class Served(NamedTuple):
-    """The layer that a backend is to serve."""
+    """A layer, as backends need it to decide whether they support it."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -55,7 +55,7 @@ class Served(NamedTuple):
 
 
 class Backend(ABC):
-    """Code that runs the operations of layers. It says which layers it serves. Instances are immutable."""
+    """Runs the operations of layers, and decides which layers it supports. Instances are immutable."""
 
     name: ClassVar[str]
     #: by reading: the page layouts of the two streams that its kernels read
@@ -65,7 +65,7 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, served: Served) -> str | None:
-        """Why it cannot serve a layer, or `None`."""
+        """Why it does not support a layer, or `None`."""
 
     def missing(self) -> str | None:
         """The missing package, or `None`."""
@@ -73,16 +73,16 @@ class Backend(ABC):
 
     @abstractmethod
     def operations(self, reading: str = "separate") -> Operations:
-        """The operations for layers of this reading. This imports kernels; asking what a backend serves does not."""
+        """The operations for layers of this reading. This imports kernels; `why_not` does not."""
 
     def check(self, served: Served, source: str) -> None:
-        """Raise `ValueError` if it cannot serve a layer. source: the argument that named this backend."""
+        """Raise `ValueError` if it does not support a layer. source: the argument that named this backend."""
         if (reason := self.why_not(served)) is not None:
             raise ValueError(f"{source}={self.name!r} {reason}{self.advice if served.device.type == 'cuda' else ''}")
 
 
 class Torch(Backend):
-    """The reference: any device, everything."""
+    """The reference: any device, all layers."""
 
     name = "torch"
 
@@ -159,7 +159,7 @@ class Cuda(Backend):
         "latent": (bricks.LAYOUT, bricks.LAYOUT),
     }
     advice = "; use backend='triton'"
-    #: lowest compute capability that the kernels are written for
+    #: lowest compute capability of the kernels
     capability: ClassVar[tuple[int, int]] = (8, 0)
     #: dtypes of models
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
@@ -174,7 +174,7 @@ class Cuda(Backend):
         return OPERATIONS
 
     def missing(self) -> str | None:
-        if torch.version.hip is None and not has_cuda_bindings():  # on ROCm nothing that can be installed helps
+        if torch.version.hip is None and not has_cuda_bindings():  # on ROCm no package would help
             return f"cuda-bindings is not installed: {install_bindings()}, or use backend='triton'"
         return None
 
@@ -203,16 +203,16 @@ class Cuda(Backend):
 
 #: every backend, by name
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), Cpu(), Triton(), Cuda())}
-#: defaults on a GPU, by reading: the first that serves the layer is used, and the last serves every layer
+#: defaults on a GPU, by reading: the first that supports the layer is used, and the last supports every layer
 ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
 
 
 def of_environment() -> str | None:
-    return os.environ.get(VARIABLE) or None  # set to nothing is not set
+    return os.environ.get(VARIABLE) or None  # an empty value counts as not set
 
 
 def is_rocm(device: torch.device) -> bool:
-    """Whether the device is an AMD GPU: torch for ROCm calls these "cuda" too."""
+    """Whether the device is an AMD GPU: torch for ROCm also calls these "cuda"."""
     return device.type == "cuda" and torch.version.hip is not None
 
 
@@ -243,7 +243,7 @@ def why_cuda_cannot_compile(capability: tuple[int, int]) -> str | None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise if the name does not exist, or the backend is not installed. Called when a cache is made."""
+    """Raise if the name does not exist, or the backend is not installed. Called when a cache is created."""
     name, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
     if name is None:
         return
@@ -254,7 +254,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def choose_backend(backend: str | None, served: Served) -> str:
-    """The name of the backend for a layer. Raises if it cannot serve the layer."""
+    """The name of the backend for a layer. Raises if it does not support the layer."""
     check_backend(backend)
     requested = backend or of_environment()
     source = VARIABLE if backend is None and requested else "backend"
@@ -271,7 +271,7 @@ def _default_backend(served: Served) -> str:
         if BACKENDS[name].why_not(served) is None:
             return name
     if served.spec is not None and without_kernels(served.spec.formats) is not None:
-        return "torch"  # somebody's own format: a warning says that it is slow
+        return "torch"  # a format from outside the package: a warning calls it slow
     if (missing := BACKENDS[last].missing()) is not None:
         raise ImportError(f"on this GPU backend {last!r} is the default, and {missing}")
     return last
@@ -303,8 +303,7 @@ _WARNED: set[str] = set()
 
 
 def warn_of_reference(reason: str | None) -> None:
-    """Warn that a cache runs on the reference, once in a process for each reason (`why_slow_reference`); `None`: it does
-    not."""
+    """Warn that a cache runs on the reference, once per process and reason (`why_slow_reference`). None: no warning."""
     if reason is None or reason in _WARNED:
         return
     _WARNED.add(reason)
@@ -316,8 +315,8 @@ def warn_of_reference(reason: str | None) -> None:
 
 
 def describe_backend(backend: str | None, chosen: str, served: Served) -> str:
-    """The chosen backend in words, for `summary()`: also why the default is not the fastest, and whether the backend
-    was tested on such a device."""
+    """The description of the chosen backend for `summary()`: also why the default is not the fastest, and whether the
+    backend was tested on this kind of device."""
     device, notes = served.device, []
     if chosen == "triton" and is_rocm(device):
         notes.append("not tested on AMD GPUs")

@@ -1,8 +1,8 @@
 """The backend for CPUs. In each step it unpacks the tokens of a layer once, and calls PyTorch's own attention.
 
-`storage/reference.py` defines the results. It reads every score several times in float32, which is slow on a CPU. Here
-`scaled_dot_product_attention` does that work. Memory: one layer's history at a time is unpacked to float32, row by row
-if the batch is large. Storing tokens, reading them back and transforms are the reference's.
+`storage/reference.py` defines the results. It reads every score several times in float32, which is slow on a CPU. This
+backend calls `scaled_dot_product_attention` instead. Memory: one layer's history at a time is unpacked to float32, in
+groups of sequences if the batch is large. Storing, reading and transforms are the reference's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..storage.paged_store import LayerStore
 from ..storage.reference import QUERY_BLOCK, Reference, history, plain_attention
 from ..storage.step import Chunk
 
-#: largest number of unpacked numbers (float32) in memory at a time, unless a single row has more
+#: largest number of unpacked numbers (float32) in memory at a time, unless one sequence has more
 BUFFER_NUMBERS = 2**26
 #: largest number of scores in memory at a time if PyTorch's attention cannot be used (softcap, sinks)
 SCORES = 2**24
@@ -29,18 +29,18 @@ class Cpu(Reference):
         rows = max(BUFFER_NUMBERS // (stored * heads * (chunk.k.shape[-1] + chunk.v.shape[-1])), 1)
         if rows >= batch:
             return _attend(chunk, store)
-        parts = []
+        outputs = []
         for first in range(0, batch, rows):
-            part = slice(first, first + rows)
-            parts.append(_attend(chunk.rows(part), store.rows(part)))
-        return torch.cat(parts)
+            rows_slice = slice(first, first + rows)
+            outputs.append(_attend(chunk.rows(rows_slice), store.rows(rows_slice)))
+        return torch.cat(outputs)
 
 
 OPERATIONS = Cpu()
 
 
 def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    """Attention of rows whose unpacked history fits into memory together."""
+    """Attention of sequences whose unpacked histories fit into memory together."""
     q, mask, softcap, sinks = chunk.queries.float(), chunk.mask, chunk.softcap, chunk.sinks
     tokens = q.shape[2]
     keys, values, valid = _gathered(chunk, store)
@@ -60,27 +60,31 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
 
 
 def _gathered(chunk: Chunk, store: LayerStore):
-    """The stored tokens, in any order, followed by the chunk: keys and values float32 `[B, H, n, D]`. And which of the
-    stored tokens belong to each row, bool `[B, n - S]`; `None`: all of them."""
+    """The stored tokens, in any order, followed by the chunk: keys and values float32 `[B, H, n, D]`. And a mask of the
+    stored tokens of each row, bool `[B, n - S]`, or `None` if all are valid."""
     k, v, mask = chunk[1:4]
     keys, values, valid = [], [], []
-    for some_keys, some_values, some_valid in history(store):
-        used = some_valid.any(0)
+    for block_keys, block_values, block_valid in history(store):
+        used = block_valid.any(0)
         if not used.all():
-            some_keys, some_values, some_valid = some_keys[:, :, used], some_values[:, :, used], some_valid[:, used]
-        keys.append(_zero_where(~some_valid, some_keys.float()))
-        values.append(_zero_where(~some_valid, some_values.float()))
-        valid.append(some_valid)
+            block_keys, block_values, block_valid = (
+                block_keys[:, :, used],
+                block_values[:, :, used],
+                block_valid[:, used],
+            )
+        keys.append(_zero_where(~block_valid, block_keys.float()))
+        values.append(_zero_where(~block_valid, block_values.float()))
+        valid.append(block_valid)
     padding = None if mask is None else ~mask
-    for parts, new in ((keys, k), (values, v)):
-        parts.append(new.float() if padding is None else _zero_where(padding, new.float()))
+    for stream, new in ((keys, k), (values, v)):
+        stream.append(new.float() if padding is None else _zero_where(padding, new.float()))
     belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
     streams = store.spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
     return *streams, None if belonging.all() else belonging
 
 
 def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, n, D]` with zeros where `unused` `[B, n]`. Those places may hold NaN, and a weight of 0 times NaN is
+    """`x` `[B, H, n, D]` with zeros where `unused` `[B, n]`: unused slots may hold NaN, and a weight of 0 times NaN is
     NaN."""
     return x.masked_fill(unused[:, None, :, None], 0.0) if unused.any() else x
 
@@ -96,11 +100,11 @@ def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | 
         chunk = chunk & mask[:, None, :stop]
     stored = torch.ones(1, 1, before, dtype=torch.bool) if valid is None else valid[:, None]
     rows = max(chunk.shape[0], stored.shape[0])
-    return torch.cat([part.expand(rows, stop - start, -1) for part in (stored, chunk)], dim=-1)[:, None]
+    return torch.cat([each.expand(rows, stop - start, -1) for each in (stored, chunk)], dim=-1)[:, None]
 
 
 def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks, lacking) -> torch.Tensor:
-    """Attention in float32, `[B, S, Hq, head_dim_v]`; zero where a query may attend to nothing."""
+    """Attention in float32, `[B, S, Hq, head_dim_v]`; zero for queries without any token."""
     if softcap is not None or sinks is not None:
         return plain_attention(q, k, v, allowed, scaling, softcap, sinks, lacking)
     out = F.scaled_dot_product_attention(

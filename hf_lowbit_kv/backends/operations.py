@@ -1,4 +1,4 @@
-"""A layer's operations on its backend, which `choice` chooses.
+"""A layer's operations on its backend (`choice`).
 
 In eager and recorded steps the backend gets objects. While a model is compiled or traced, the same call becomes one
 `torch.library` operation. It takes the spec as text and the state as separate tensors, because inductor updates a
@@ -91,7 +91,7 @@ def _step_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torc
 
 
 def _with_all_queries(work: Callable, operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    """The output of `attend` or `step`. A backend that needs a query for each token gets zeros for those that are missing."""
+    """The output of `attend` or `step`. A backend that needs a query per token gets zeros for missing queries."""
     if operations.takes_few_queries or (before := chunk.tokens_before) == 0:
         return work(chunk, store).contiguous()
     filled = chunk._replace(q=torch.nn.functional.pad(chunk.queries, (0, 0, before, 0)))
@@ -108,8 +108,8 @@ _append = _operation("append", "()", True, _append_whole, lambda chunk, spec: No
 
 
 def _watched(x: Any) -> bool:
-    """Whether operations must stay whole because something watches them. That may be a compiler, a function transform, a
-    subclass of torch's tensor, or a dispatch mode (tracing, fake tensors, a recording of operations)."""
+    """Whether operations must stay opaque: under a compiler, a function transform, a tensor subclass, or a dispatch mode
+    (tracing, fake tensors, logging of operations)."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0

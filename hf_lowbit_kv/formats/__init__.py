@@ -1,4 +1,4 @@
-"""Page formats. A new format is one file here, one kernel file of the same stem, and one line in each registry."""
+"""Page formats. A new format is one file in this folder, one kernel file of the same stem, and one line in each registry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _parse(name: str) -> Format:
 
 
 def forget_names() -> None:
-    """Forget which format each name means, because a name may mean another format now."""
+    """Clear the cache of parsed names, after the set of formats has changed."""
     _parse.cache_clear()
 
 

@@ -4,8 +4,8 @@
     code = round_half_even(clamp((x - zero) / scale, 0, 2^bits - 1))
 
 Scale and zero are stored in fp16. They saturate, so a huge outlier stays finite. Codes are computed against the
-*stored* values. A constant group has scale 0 and codes 0, and decodes to its zero point. That is exact where fp16 holds
-the number (it lacks bf16 magnitudes below 2^-17 and above 65504).
+*stored* values. A constant group has scale 0 and codes 0, and decodes to its zero point. That is exact for numbers that
+fp16 can represent (not bf16 magnitudes below 2^-17 or above 65504).
 
 Sources: KIVI, arXiv 2402.02750, section 3; BitDecoding, section 4; TurboMind, section 4.
 """

@@ -1,6 +1,7 @@
 """The base class of page formats. A format turns `page_size` consecutive tokens of one KV head into bytes, and back.
 
-A format knows nothing of models, caches or attention. The PyTorch code here *defines* the bytes; kernels reproduce them.
+A format does not depend on models, caches or attention. The PyTorch code of formats *defines* the bytes; kernels
+reproduce them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import torch
 from .records import FIELD_ALIGNMENT as FIELD_ALIGNMENT
 from .records import Field as Field
 from .records import Parameter as Parameter
-from .records import Parametrized, place, size, views
+from .records import Parametrized, contiguous_fields, size, views
 
-#: head sizes that formats store; a backend says which of them its kernels take
+#: head sizes that formats store; kernels of a backend may support fewer
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
 #: tensors of `Format.record_parameters`, in that order; `[H or 1, ...]` each
 Tensors = Sequence[torch.Tensor]
 
 
 class Format(Parametrized, ABC):
-    """How one page of one KV head is encoded. Instances are immutable, hashable, and named by `name`.
+    """The encoding of one page of one KV head. Instances are immutable, hashable, and identified by `name`.
 
     Subclasses describe their arrays with `arrays`, and implement `encode_arrays` / `decode_arrays`. A format that needs
     tensors of the layer (e.g. a codebook) lists them in `parameters`, and gets them when it encodes and decodes.
@@ -41,11 +42,11 @@ class Format(Parametrized, ABC):
     layouts: ClassVar[tuple[str, ...]] = ("planar-1",)
     #: order of the bytes inside a page; another order gets another name
     layout: str = "planar-1"
-    #: which arrays of a page hold codes; the others are metadata
+    #: the arrays of a page with codes; the others are metadata
     code_arrays: ClassVar[tuple[str, ...]] = ("codes",)
     #: fields that a caller of `from_preset` may change
     tunable: ClassVar[tuple[str, ...]] = ()
-    #: how names of this format are spelled, shown in messages
+    #: the grammar of this format's names, for messages
     grammar: ClassVar[str] = ""
     #: whether the format can store the streams of a latent (MLA), whose widths differ from those of heads
     stores_latents: ClassVar[bool] = False
@@ -63,13 +64,13 @@ class Format(Parametrized, ABC):
 
     @property
     def for_biased_keys(self) -> Format:
-        """The format to take for keys with large biases instead: itself if a channel with a large constant part costs the
-        other channels nothing; otherwise one of about as many bits."""
+        """The format that replaces this one for keys with large biases: itself if a channel with a large constant part does
+        not affect other channels; otherwise one of about as many bits."""
         return self
 
     @property
     def calibrated(self) -> Format:
-        """The format whose calibrated parameters this format uses: itself, unless it shares those of another format."""
+        """The format whose calibrated parameters this format uses: itself, or another format that it shares them with."""
         return self
 
     @abstractmethod
@@ -96,9 +97,8 @@ class Format(Parametrized, ABC):
         return self
 
     def relaid(self, arrays: dict[str, torch.Tensor], head_dim: int, target: Format) -> dict[str, torch.Tensor]:
-        """The arrays of pages as `target`, this format with another layout, stores them. They decode to the same
-        numbers. A format with several layouts has `_pack` and `_unpack` of its array `codes`, or a method of its own
-        for this."""
+        """The arrays of pages in the layout of `target`, which is this format with another layout. They decode to the same
+        numbers. A format with several layouts has `_pack` and `_unpack` for its array `codes`, or overrides this method."""
         return {**arrays, "codes": target._pack(self._unpack(arrays["codes"], head_dim))}  # type: ignore[attr-defined]
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
@@ -110,7 +110,7 @@ class Format(Parametrized, ABC):
 
     def fields(self, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays with their byte offsets inside the page."""
-        return place(self.arrays(head_dim, page_size, dtype))
+        return contiguous_fields(self.arrays(head_dim, page_size, dtype))
 
     def page_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page of one KV head."""

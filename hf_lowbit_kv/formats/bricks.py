@@ -1,8 +1,8 @@
 """Layout `core-1`: tokens in bricks of 8 tokens x 16 bytes, the core matrices of Hopper's tensor cores (PTX ISA,
 `wgmma`).
 
-A page `[tokens, width]` becomes `[tokens / 8, width / e, 8, e]`, with `e` numbers in 16 bytes. Whole groups of eight
-tokens can be copied as they are. `formats.fp8` and `formats.dense` offer the layout, for latents.
+A page `[tokens, width]` becomes `[tokens / 8, width / e, 8, e]`, with `e` numbers in 16 bytes. Groups of eight
+tokens are copied without reordering. `formats.fp8` and `formats.dense` have this layout, for latents.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A head of D channels is divided into D / dim sub-vectors, which all share one co
 parameter of the layer, or of each of its KV heads. Keys and values have separate codebooks. There is no metadata: a
 page consists of indices.
 
-Sources: VecInfer, arXiv 2510.06175, section 2.2. MILLION and CQ quantize like this without a transform of keys.
+Sources: VecInfer, arXiv 2510.06175, section 2.2. MILLION and CQ use the same quantization without a transform of keys.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Codebook(Format):
         bits: bits of an index, 3 to 12 or 16.
         layout: order of the indices, see below. The backend chooses it; it changes no decoded number.
 
-    Parameter `codebook`: float16 `[num_kv_heads, 2^bits, dim]`, or with a leading 1 where a layer's heads share it.
+    Parameter `codebook`: float16 `[num_kv_heads, 2^bits, dim]`, or with a leading 1 if a layer's heads share it.
 
     A page is streams of indices. A stream begins at the lowest bit of its first 32-bit word, and indices follow without
     gaps.
@@ -48,8 +48,8 @@ class Codebook(Format):
     - Layout `planar-1`: `codes` int32 `[page_size / 32, head_dim / dim, bits]`. A stream holds one sub-vector's indices
       of 32 tokens.
     - Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32 `[page_size / 32, words / V, 32, V]`. A
-      stream holds the head_dim / dim indices of one lane of a warp for 32 tokens, in the order in which the lane needs
-      them (see `_places`). `V` consecutive words of a lane are one load.
+      stream holds the head_dim / dim indices of one lane of a warp for 32 tokens, in the order in which the lane uses
+      them (see `_positions`). `V` consecutive words of a lane are one load.
 
     Example:
         >>> fmt = lb.Codebook(dim=4, bits=8)
@@ -91,7 +91,7 @@ class Codebook(Format):
 
     @property
     def for_biased_keys(self) -> Format:
-        """Entries are fitted to keys of the first positions, and RoPE turns a bias out of their reach."""
+        """Entries are fitted to keys of the first positions. At later positions RoPE rotates a bias out of their range."""
         return Affine(4 if self.bits > 2 * self.dim else 2, "channel")
 
     @property
@@ -103,9 +103,9 @@ class Codebook(Format):
         return (Parameter("codebook", (num_kv_heads, self.size, self.dim), torch.float16),)
 
     def in_lanes(self, head_dim: int) -> bool:
-        """Whether the layout is possible. The lanes of a warp must share the indices of 32 tokens evenly, in whole
-        words, for keys and for values. And two codebooks must fit into a multiprocessor's shared memory, for which the
-        layout exists."""
+        """Whether the fragment layouts are possible. The indices of 32 tokens must divide evenly among the lanes of a warp, in
+        whole words, for keys and for values. And two codebooks must fit into a multiprocessor's shared memory, which the
+        kernels of these layouts use."""
         if self.bits > 12:
             return False
         return head_dim % max(32, 8 * self.dim) == 0 and head_dim // self.dim * self.bits % 32 == 0
@@ -137,8 +137,8 @@ class Codebook(Format):
         blocks = codes.unflatten(-2, (-1, BLOCK))
         if self.layout == "planar-1":
             return pack_stream(blocks.transpose(-1, -2), self.bits)
-        place, _ = self._places(codes.shape[-1], codes.device)
-        words = pack_stream(blocks.flatten(-2)[..., place], self.bits)  # [..., blocks, lanes, words]
+        position, _ = self._positions(codes.shape[-1], codes.device)
+        words = pack_stream(blocks.flatten(-2)[..., position], self.bits)  # [..., blocks, lanes, words]
         vector = next(v for v in (4, 2, 1) if words.shape[-1] % v == 0)
         return words.unflatten(-1, (-1, vector)).transpose(-2, -3)
 
@@ -147,19 +147,19 @@ class Codebook(Format):
         count = head_dim // self.dim
         if self.layout == "planar-1":
             return unpack_stream(words, self.bits).transpose(-1, -2).flatten(-3, -2)
-        _, order = self._places(count, words.device)
+        _, order = self._positions(count, words.device)
         streams = unpack_stream(words.transpose(-2, -3).flatten(-2), self.bits)
         return streams.flatten(-2)[..., order].unflatten(-1, (BLOCK, count)).flatten(-3, -2)
 
-    def _places(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        place, order = _lane_places(self.dim, count, self.layout)
-        return place.to(device), order.to(device)
+    def _positions(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        position, order = _lane_positions(self.dim, count, self.layout)
+        return position.to(device), order.to(device)
 
 
 @functools.cache
-def _lane_places(dim: int, count: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _lane_positions(dim: int, count: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The indices of a block (32 tokens, `count` sub-vectors) that belong to each lane, in order: int64 `[32, count]`,
-    as places `token * count + sub-vector`. And the inverse, `[32 * count]`.
+    as positions `token * count + sub-vector`. And the inverse, `[32 * count]`.
 
     Lane `4 g + t` (`g` 0..7, `t` 0..3) has for keys: tokens `4 g` to `4 g + 3` of each of its sub-vectors; its channels
     are `8 t` to `8 t + 7` of every 32. For values: for each `u`, sub-vector `8 u + g` of tokens `8 t + 4 e + 2 h + j`,
@@ -174,8 +174,8 @@ def _lane_places(dim: int, count: int, layout: str) -> tuple[torch.Tensor, torch
     else:
         h, j, e = n % 8 // 4, n % 4 // 2, n % 2
         token, vector = 8 * t + 4 * e + 2 * h + j, n // 8 * 8 + g
-    place = token * count + vector
-    return place, place.flatten().argsort()
+    position = token * count + vector
+    return position, position.flatten().argsort()
 
 
 def entries(codebook: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -206,12 +206,10 @@ def nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
 def _nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """The nearest of the centroids `[m, dim]` for each `x` `[n, dim]`: int64 `[n]`.
 
-    A product of matrices finds it up to rounding. If rounding may hide that another centroid is equally near, distances
-    are computed as they are defined.
+    A matrix product finds it up to rounding. If rounding may hide another, equally near centroid, distances are computed
+    by their definition.
     """
-    wide = (
-        x.is_cuda or torch.get_float32_matmul_precision() != "highest"
-    )  # where a product may be rounded to fewer bits
+    wide = x.is_cuda or torch.get_float32_matmul_precision() != "highest"  # products may be rounded to fewer bits
     kind = torch.float64 if wide else torch.float32
     squares = (centroids * centroids).sum(-1).to(kind)
     largest, codes = squares.max(), []

@@ -1,4 +1,4 @@
-"""Unpacked tokens in the model's dtype: for exactness tests, and for layers, keys or values that should not be packed."""
+"""Tokens in the model's dtype: for exactness tests, and for layers, keys or values that should not be quantized."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import Format, Tensors
 
 @dataclass(frozen=True, repr=False)
 class Dense(Format):
-    """The model's own dtype, token after token (layout `planar-1`), or in `bricks`. The backend chooses the layout.
+    """The model's dtype, token by token (layout `planar-1`), or in `bricks`. The backend chooses the layout.
 
     Example:
         >>> cache = lb.LowBitCache(model, lb.Dense(), "int4-token")  # keys in 16 bits, values in 4

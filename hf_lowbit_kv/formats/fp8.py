@@ -17,7 +17,7 @@ Granularity = Literal["token", "block", "static"]
 #: largest number of e4m3
 E4M3_MAX = 448.0
 #: the smallest scale: it makes division by the scale of zeros possible, and its reciprocal is far from overflow
-LEAST_SCALE = 2.0**-60
+MIN_SCALE = 2.0**-60
 #: channels of a block with `granularity="block"`; a block spans a page's tokens in groups of as many
 BLOCK = 64
 
@@ -26,7 +26,7 @@ def scale_of(absmax: torch.Tensor) -> torch.Tensor:
     """The scale, float32, with which the largest magnitude (float32) becomes 448; NaN if that magnitude is infinite or
     NaN. The divisor is a tensor, because on a GPU PyTorch multiplies by a number's reciprocal, which rounds
     differently."""
-    scale = (absmax / torch.full_like(absmax, E4M3_MAX)).clamp(min=LEAST_SCALE)
+    scale = (absmax / torch.full_like(absmax, E4M3_MAX)).clamp(min=MIN_SCALE)
     return torch.where(absmax.isfinite(), scale, torch.nan)
 
 

@@ -1,8 +1,8 @@
-"""Codes in the order in which tensor cores take them: layouts `fragment-1` (keys) and `fragment-1t` (values, transposed).
+"""Codes in the order of tensor-core (mma) fragments: layouts `fragment-1` (keys) and `fragment-1t` (values, transposed).
 
 The left operand of `mma.m16n8k16`, 16 rows by 16 columns, is four registers in each lane. Lane `4 g + t` (`g` 0..7, `t`
 0..3) holds in register `i` the columns `2 t` and `2 t + 1` (plus 8 for `i >= 2`) of row `g` (plus 8 for odd `i`). Pages
-are stored as 32-bit words. A lane reads a word, masks it, and passes it to that instruction, so nothing crosses lanes.
+are stored as 32-bit words. A lane reads a word, masks it, and passes it to that instruction, so no data crosses lanes.
 
     page    = blocks of 32 tokens
     block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (`V` is 4, or 2 or 1)
@@ -58,8 +58,8 @@ def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) ->
 
 @functools.cache
 def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For one block: the place of each field among the block's tokens and channels, `[words / V, lanes, V, fields]`;
-    the bit of each field; and the field of each place, `[32 * head_dim]`."""
+    """For one block: the position of each field among the block's tokens and channels, `[words / V, lanes, V, fields]`;
+    the bit of each field; and the field of each position, `[32 * head_dim]`."""
     per_tile = bits // 2
     _, chunks, _, vector = shape(bits, head_dim, BLOCK)
     word = torch.arange(chunks * vector).view(chunks, 1, vector, 1)
@@ -79,16 +79,16 @@ def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.T
     row, column = (odd, g), (high, 2 * t + e)
     (token_j, token_x), (channel_j, channel_x) = (row, column) if layout == LAYOUTS[0] else (column, row)
     token = 4 * token_x + 2 * h + token_j
-    place = token * head_dim + channel(c, channel_j, channel_x, head_dim)
-    place = place.expand(chunks, LANES, vector, 32 // bits).contiguous()
-    return place, torch.arange(32 // bits, dtype=torch.int64) * bits, place.flatten().argsort()
+    position = token * head_dim + channel(c, channel_j, channel_x, head_dim)
+    position = position.expand(chunks, LANES, vector, 32 // bits).contiguous()
+    return position, torch.arange(32 // bits, dtype=torch.int64) * bits, position.flatten().argsort()
 
 
 def pack(codes: torch.Tensor, bits: int, layout: str, pairs: bool = False) -> torch.Tensor:
     """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. pairs: e4m3 codes, of 8 bits."""
-    place, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
+    position, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
     blocks = codes.long().unflatten(-2, (-1, BLOCK)).flatten(-2, -1)
-    return (blocks[..., place] << shift).sum(-1).to(torch.int32)
+    return (blocks[..., position] << shift).sum(-1).to(torch.int32)
 
 
 def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int, pairs: bool = False) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Codes of 5 and 6 bits in the order in which tensor cores read them: a plane of their high 4 bits, and a plane of
-their low bits.
+"""Codes of 5 and 6 bits in the order of tensor-core fragments: a plane of their high 4 bits, and a plane of their low
+bits.
 
 Words, lanes, rows and columns are those of `fragment`. A block of 32 tokens is `[words / V][32 lanes][V words]`. Its
-first words are those that `fragment` has for 4 bits. The words of the low bits follow: for low parts of 2 bits, one
+first words are those of `fragment` for 4 bits. The words of the low bits follow: for low parts of 2 bits, one
 word for each 16 channels `c`; for low parts of 1 bit, one word for two times 16 channels (`c` even and odd). In this
 word, the low part for element e, register i and operand h is at bit
 
@@ -42,8 +42,8 @@ def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _places(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """For each plane, int64 `[32, head_dim]` for the tokens and channels of a block: the place of the word, and the
+def _positions(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """For each plane, int64 `[32, head_dim]` for the tokens and channels of a block: the position of the word, and the
     lowest bit in it."""
     token, channel = torch.arange(BLOCK)[:, None], torch.arange(head_dim)[None, :]
     token_x, token_j, h = token >> 2, token & 1, token >> 1 & 1
@@ -55,11 +55,11 @@ def _places(bits: int, layout: str, head_dim: int) -> tuple[tuple[torch.Tensor, 
     lane, bit = 4 * row_x + (column_x >> 1), 16 * (column_x & 1) + 8 * row_j + 4 * column_j
     first, count = words(bits, head_dim)
     low = (first + c, bit + 2 * h) if bits - HIGH == 2 else (first + c // 2, bit + 2 * h + (c & 1))
-    wide, places = vector(count), []
+    wide, positions = vector(count), []
     for word, at in ((2 * c + h, bit), low):
-        place = word // wide * (LANES * wide) + lane * wide + word % wide
-        places.append(tuple(x.expand(BLOCK, head_dim).contiguous() for x in (place, at)))
-    return tuple(places)  # type: ignore[arg-type]
+        position = word // wide * (LANES * wide) + lane * wide + word % wide
+        positions.append(tuple(x.expand(BLOCK, head_dim).contiguous() for x in (position, at)))
+    return tuple(positions)  # type: ignore[arg-type]
 
 
 def _split(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,17 +73,17 @@ def pack(codes: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
     sizes = shape(bits, head_dim, page_size)
     words = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
     blocks = codes.long().unflatten(-2, (-1, BLOCK))
-    for part, (place, at) in zip(_split(blocks, bits), _places(bits, layout, head_dim), strict=True):
-        fields = (part << at.to(codes.device)).flatten(-2)
-        words.index_add_(-1, place.flatten().to(codes.device), fields)  # fields do not overlap
+    for plane_codes, (position, at) in zip(_split(blocks, bits), _positions(bits, layout, head_dim), strict=True):
+        fields = (plane_codes << at.to(codes.device)).flatten(-2)
+        words.index_add_(-1, position.flatten().to(codes.device), fields)  # fields do not overlap
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).unflatten(-1, sizes[1:])
 
 
 def unpack(array: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.Tensor:
     """The inverse of `pack`: int64 `[..., page, D]`."""
     flat, planes = array.long().flatten(-3), []
-    for width, (place, at) in zip((HIGH, bits - HIGH), _places(bits, layout, head_dim), strict=True):
-        planes.append(flat[..., place.to(array.device)] >> at.to(array.device) & (1 << width) - 1)
+    for width, (position, at) in zip((HIGH, bits - HIGH), _positions(bits, layout, head_dim), strict=True):
+        planes.append(flat[..., position.to(array.device)] >> at.to(array.device) & (1 << width) - 1)
     return (planes[0] << bits - HIGH | planes[1]).flatten(-3, -2)
 
 

@@ -39,8 +39,8 @@ class Parameter(NamedTuple):
     dtype: torch.dtype
 
 
-def place(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Field, ...]:
-    """Fields for arrays (name, dtype, shape) that are stored contiguously."""
+def contiguous_fields(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Field, ...]:
+    """Fields for arrays (name, dtype, shape), packed contiguously with alignment."""
     fields, offset = [], 0
     for name, dtype, shape in arrays:
         fields.append(Field(name, dtype, shape, offset))
@@ -96,7 +96,7 @@ class Parametrized:
 
     @property
     def parameter_kinds(self) -> tuple[tuple[str, torch.dtype], ...]:
-        """Name and dtype of everything that `parameters` lists. They do not depend on the layer's sizes."""
+        """Name and dtype of each of the `parameters`. They do not depend on the layer's sizes."""
         return tuple((parameter.name, parameter.dtype) for parameter in self.parameters(_ANY_HEAD_DIM, 1))
 
     @property
@@ -106,7 +106,7 @@ class Parametrized:
 
     def record_fields(self, head_dim: int) -> tuple[Field, ...]:
         """The tensors that the layer holds for one KV head, with their byte offsets in its record."""
-        return place(
+        return contiguous_fields(
             (parameter.name, parameter.dtype, parameter.shape[1:]) for parameter in self.record_parameters(head_dim, 1)
         )
 
@@ -135,7 +135,7 @@ class Parametrized:
         return record
 
     def check(self, tensors: Mapping[str, torch.Tensor], head_dim: int, num_kv_heads: int, where: str) -> None:
-        """Raise `ValueError` where `tensors` is not what `parameters` lists. where: what the message calls it."""
+        """Raise `ValueError` if `tensors` do not match `parameters`. where: their source, a prefix for the message."""
         for name, shape, dtype in self.parameters(head_dim, num_kv_heads):
             if name not in tensors:
                 raise ValueError(f"{where}{name} is missing: {self} needs it, {dtype} of shape {shape}")
@@ -145,10 +145,10 @@ class Parametrized:
                 or tensor.dtype != dtype
                 or tuple(tensor.shape) not in (shape, (1, *shape[1:]))
             ):
-                shown = (
+                actual = (
                     f"{tensor.dtype} of shape {tuple(tensor.shape)}"
                     if isinstance(tensor, torch.Tensor)
                     else repr(tensor)
                 )
                 shared = f", or {(1, *shape[1:])} for all heads" if shape[0] > 1 else ""
-                raise ValueError(f"{where}{name} is {shown}; {self} needs {dtype} of shape {shape}{shared}")
+                raise ValueError(f"{where}{name} is {actual}; {self} needs {dtype} of shape {shape}{shared}")

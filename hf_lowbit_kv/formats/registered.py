@@ -1,4 +1,4 @@
-"""Formats that a user adds from outside: `register_format`."""
+"""Formats from outside the package: `register_format`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import formats
 from .base import Format
 from .trial_page import check_page
 
-#: functions that Triton's kernels need in a format's module, see `triton_kernels/registry.py`
+#: functions that Triton's kernels need from a format's module, see `triton_kernels/registry.py`
 NEEDED = ("params", "encode", "decode")
 #: functions with which decode steps attend directly to packed keys, and to packed values
 ATTEND_KEYS = ("prepare", "fetch", "scores")
@@ -43,15 +43,14 @@ def register_format(cls: None = None, triton: ModuleType | None = None) -> Calla
 def register_format(
     cls: type[Format] | None = None, triton: ModuleType | None = None
 ) -> type[Format] | Callable[[type[Format]], type[Format]]:
-    """Make a page format known, by the names that its `parse` takes.
+    """Register a page format under the names that its `parse` accepts.
 
-    Works as a decorator, too: `@register_format`, or `@register_format(triton=module)`. `docs/add-a-format.md` has an
-    example. A format without kernels runs on a GPU in plain
-    PyTorch, which is slow, and a warning says so once.
+    It is also a decorator: `@register_format`, or `@register_format(triton=module)`. `docs/add-a-format.md` has an example. A
+    format without kernels runs on a GPU in plain PyTorch, which is slow; the cache warns once.
 
     Args:
         cls: a frozen dataclass derived from `Format`. Its class method `parse(name)` returns an instance, or `None` for
-            names that are not its own. An instance without arguments must be possible.
+            names of other formats. All fields must have defaults.
         triton: a module with the format's functions for Triton: `params`, `encode` and `decode`, and more to attend to
             packed pages (see `triton_kernels/registry.py`); `None`: there are none.
 
@@ -59,10 +58,10 @@ def register_format(
         `cls`; without `cls`, a decorator.
 
     Raises:
-        TypeError: not a class derived from `Format`, no frozen dataclass, or one that cannot be made without arguments.
-        ValueError: a name that another format has, a `parse` that does not give back what has that name or that takes
-            names of other formats, a trial page that is not stored and read back as `arrays` says, or a module without
-            one of the functions. Nothing is registered then.
+        TypeError: not a class derived from `Format`, not a frozen dataclass, or a field without a default.
+        ValueError: another format has the name, `parse` does not return the format of the name or accepts names of other
+            formats, a trial page is not stored and read back as `arrays` declares, or the module lacks a function. The
+            format is then not registered.
 
     Example:
         >>> from dataclasses import dataclass
@@ -145,6 +144,6 @@ def _check_name(cls: type[Format], example: Format, parse: Callable[[str], Forma
 
 
 def without_kernels(chosen: tuple[Format, ...]) -> Format | None:
-    """The first of these formats that came from outside without functions for Triton, or `None`."""
+    """The first of these formats that is from outside the package and has no functions for Triton, or `None`."""
     outside = set(formats.FORMATS[BUILT_IN:]) - TRITON_MODULES.keys()
     return next((fmt for fmt in chosen if type(fmt) in outside), None)

@@ -1,32 +1,30 @@
 """Codes with static steps: no scale and no zero point in a page.
 
-Calibration measures each channel once, after a transform. For keys ("eigen") the transform makes channels independent
-and sorts them by importance; for values ("hadamard") it makes channels alike. A page then holds only its mean and the
-codes:
+Calibration measures each channel once, after a transform. For keys ("eigen") the transform decorrelates channels and sorts
+them by importance; for values ("hadamard") it equalizes channels. A page then holds only its mean and the codes:
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
-A name indicates what a page has besides codes: `static-54222100` (keys) a mean for each channel, `static-2-tn` (values) a scale
-for each token and no mean.
+A name indicates a page's metadata: `static-54222100` (keys) a mean per channel, `static-2-tn` (values) a scale per token and
+no mean.
 
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
 - `mean` is the page's mean after the center is subtracted, in steps: one float16 for each channel. It is 0 for values.
-  Keys have large means where their biases turn with the position, so 8 bits would not reach far enough.
+  Keys with biases have large means, which RoPE rotates with the position, so 8 bits would not cover their range.
 - `bits` of a channel come from the pattern: `54222100` gives the first eighth of the channels 5 bits, the last two
   eighths none.
 - `token_scale` is `2 ** (k / 4)`, k in -8..7, computed from the token's root mean square.
-- `gain` undoes the shrinking of a minimum-error quantizer of Gaussian numbers.
+- `gain` compensates the shrinkage of a minimum-error quantizer of Gaussian numbers.
 
 Codes are stored as planes of 4, 2 and 1 bits. Codes of 3 bits have a plane of 2 and a plane of 1; codes of 5 bits have
 one of 4 and one of 1. A kernel treats a
 second plane as a few more channels, whose query is multiplied by `2 ** shift`.
 
-The CUDA kernels store codes in the order in which tensor cores take them: layouts `fragment-1` (keys), `fragment-1t`
-(values).
+The CUDA kernels store codes in the order of tensor-core fragments: layouts `fragment-1` (keys), `fragment-1t` (values).
 
 Words, lanes and rows are those of `fragment`: a page is blocks of 32 tokens, a block is `[words / V][32 lanes][V
-words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. What differs is how widths
-share words.
+words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. Only the assignment of widths
+to words differs.
 
 Keys. Eight neighbouring channels of one plane are an *octet*, half of an operand's columns: lane `t` has channels `2 t
 + e` of it. Octets are in the order of the planes (4 bits, 2, 1), and a word has four bits for them: one octet of 4
@@ -34,10 +32,10 @@ bits, two of 2, or four of 1. A field of an octet that begins at bit `at` (of 4)
 
     token 4 g + 2 h + j of the block: bits 16 e + 8 j + 4 h + at and up
 
-So a token's place is the same in every plane, and a channel's place is a power of two that goes into the query.
+So a token's bit position is the same in every plane, and a channel's is a power of two that is multiplied into the query.
 
 Values. The plane of 4 or 2 bits is as in `fragment`. A plane of 1 bit (3 bits are 2 + 1) follows it: word `c / 2`
-holds what belongs to the 16 channels `c`, each field one bit at the place that `fragment` gives to two, odd `c` one bit
+holds the bits of the 16 channels `c`, each field one bit at the position of the two bits of `fragment`, odd `c` one bit
 higher.
 """
 
@@ -64,7 +62,7 @@ VALUE_BITS = (2, 3, 4)
 
 
 class Plane(NamedTuple):
-    """Columns of one width: `channels` int64 `[n]`, and what a code's bits there are shifted by, int32 `[n]`."""
+    """Columns of one width: `channels` int64 `[n]`, and the right shift of a code that yields their bits, int32 `[n]`."""
 
     width: int
     channels: torch.Tensor
@@ -72,7 +70,7 @@ class Plane(NamedTuple):
 
 
 def validate(pattern: str, token_scale: bool, head_dim: int, layout: str) -> None:
-    """Raise `ValueError` where the layout does not take this pattern."""
+    """Raise `ValueError` if the layout does not support this pattern."""
     if layout == LAYOUTS[0]:
         if token_scale:
             raise ValueError(f"layout={layout!r} is for keys, whose tokens have no scales ('-tn')")
@@ -115,10 +113,10 @@ def pack(codes: torch.Tensor, planes: Sequence[Plane], layout: str) -> torch.Ten
     sizes = shape(planes, layout, page_size)
     words = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
     blocks = codes.long().unflatten(-2, (-1, BLOCK))
-    for plane, (place, bit) in zip(planes, _places(_key(planes), layout, head_dim), strict=True):
+    for plane, (position, bit) in zip(planes, _positions(_key(planes), layout, head_dim), strict=True):
         fields = (blocks[..., plane.channels] >> plane.shifts.to(codes.device)) & (2**plane.width - 1)
         fields = fields << bit.to(codes.device)
-        words.index_add_(-1, place.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
+        words.index_add_(-1, position.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
     words = torch.where(words >= 2**31, words - 2**32, words)
     return words.to(torch.int32).unflatten(-1, sizes[1:])
 
@@ -127,8 +125,8 @@ def unpack(words: torch.Tensor, planes: Sequence[Plane], layout: str, head_dim: 
     """The inverse of `pack`: int32 `[..., page, D]`."""
     wide = words.long().flatten(-3)
     codes = words.new_zeros(*wide.shape[:-1], BLOCK, head_dim)
-    for plane, (place, bit) in zip(planes, _places(_key(planes), layout, head_dim), strict=True):
-        fields = (wide[..., place.to(words.device)] >> bit.to(words.device)) & (2**plane.width - 1)
+    for plane, (position, bit) in zip(planes, _positions(_key(planes), layout, head_dim), strict=True):
+        fields = (wide[..., position.to(words.device)] >> bit.to(words.device)) & (2**plane.width - 1)
         fields = fields.int() << plane.shifts.to(words.device)
         codes.index_add_(-1, plane.channels.to(words.device), fields)
     return codes.flatten(-3, -2)
@@ -139,13 +137,13 @@ def _key(planes: Sequence[Plane]) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 
 @functools.cache
-def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_dim: int):
+def _positions(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_dim: int):
     """For each plane: the word of each token and column of a block, and the lowest bit of its field. Both are int64
     `[32, n]`."""
     count = sum(len(channels) * width for width, channels in planes)
     count = -(-count // 32)
     wide = vector(count)
-    token, places, before = torch.arange(BLOCK)[:, None], [], 0
+    token, positions, before = torch.arange(BLOCK)[:, None], [], 0
     for width, channels in planes:
         column, channel = torch.arange(len(channels)), torch.tensor(channels)
         g, h, j = token >> 2, token >> 1 & 1, token & 1
@@ -164,10 +162,10 @@ def _places(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_d
                 word, bit = tile, bit + 2 * j + 4 * h
             else:
                 word, bit = head_dim // 16 + tile // 2, bit + 2 * j + 4 * h + (tile & 1)
-        place = word // wide * (LANES * wide) + lane * wide + word % wide
-        places.append(tuple(x.expand(BLOCK, len(channels)).contiguous() for x in (place, bit)))
+        position = word // wide * (LANES * wide) + lane * wide + word % wide
+        positions.append(tuple(x.expand(BLOCK, len(channels)).contiguous() for x in (position, bit)))
         before += width * -(-len(channels) // OCTET)
-    return tuple(places)
+    return tuple(positions)
 
 
 def _row(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -185,7 +183,7 @@ STEP = {0: 1.0, 1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041}
 #: planes that a code of so many bits is stored in, the high one first
 PLANES = {0: (), 1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
 #: the largest mean of a page, in steps: what float16 holds
-MEAN_MOST = 65504.0
+MAX_MEAN = 65504.0
 #: token scales are 2 ** (k / 4) for k from here to 15 more
 LOWEST_SCALE = -8
 
@@ -290,7 +288,7 @@ class Static(Format):
             arrays["scale"] = k[..., 0::2] | k[..., 1::2] << 4
             x = x / token_scales(x.device)[k.long()][..., None]
         else:  # sums are folded: every backend rounds at the same places
-            arrays["mean"] = (fold_sum(x) * (1 / page_size)).clamp(-MEAN_MOST, MEAN_MOST).half()
+            arrays["mean"] = (fold_sum(x) * (1 / page_size)).clamp(-MAX_MEAN, MAX_MEAN).half()
             x = x - arrays["mean"].float()[..., None, :]
         half = torch.where(bits > 0, 2.0 ** (bits - 1), 0.0)
         codes = (x.floor() + half).clamp(min=0).minimum(2.0**bits - 1).to(torch.int32)
@@ -310,8 +308,8 @@ class Static(Format):
 
     def scale_of(self, x: torch.Tensor) -> torch.Tensor:
         """k + 8 of each token `[..., head_dim]`, uint8: the nearest power of 2 ** (1 / 4) to its root mean square,
-        relative to that of Gaussian numbers whose best step is 1. By comparing squares, so that no logarithm decides
-        about bytes."""
+        relative to that of Gaussian numbers whose best step is 1. It compares squares, so that bytes do not depend on
+        a logarithm."""
         head_dim = x.shape[-1]
         squares = fold_sum(torch.nn.functional.pad(x * x, (0, _power_of_two(head_dim) - head_dim)).transpose(-1, -2))
         return (squares[..., None] >= self.thresholds(head_dim).to(x.device)).sum(-1).to(torch.uint8)
@@ -326,11 +324,11 @@ class Static(Format):
         """int32 `[..., page, head_dim]` -> the array `codes`."""
         if self.layout != "planar-1":
             return pack(codes, self.planes(codes.shape[-1]), self.layout)
-        parts = []
+        planes = []
         for width, channels, shifts in self.planes(codes.shape[-1]):
             fields = (codes[..., channels] >> shifts.to(codes.device)) & (2**width - 1)
-            parts.append(pack_words(fields, width))
-        return torch.cat(parts, -1)
+            planes.append(pack_words(fields, width))
+        return torch.cat(planes, -1)
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The inverse of `_pack`: int32 `[..., page, head_dim]`."""
@@ -347,7 +345,7 @@ class Static(Format):
 
 
 def uniform_codes(x: torch.Tensor, step: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """`x` as codes of `bits` and `step` give it, before gain: what calibration compares steps by."""
+    """`x` quantized with `bits` and `step`, before gain: calibration compares steps by its error."""
     middle = (2.0**bits - 1) / 2
     return torch.where(bits > 0, ((x / step).floor() + 0.5).clamp(min=-middle, max=middle) * step, 0.0)
 
@@ -359,7 +357,7 @@ def _power_of_two(n: int) -> int:
 def _gain(bits: int, token_scale: bool) -> float:
     if bits == 0:
         return 0.0
-    # a token's scale takes up half of what 2 bits shrink
+    # a token's scale compensates half of the shrinkage of 2 bits
     return (1 / (1 - ERROR[bits])) ** (0.5 if token_scale and bits <= 2 else 1.0)
 
 

@@ -6,10 +6,10 @@ Codes form chains. The lower bit of a code is the path bit `u` of its step in th
     level = 4 q + 2 (u_t ^ u_(t-1) ^ u_(t-3)) + u_(t-2)
     x     = center + step / 2 * token_scale * gain * (level - 7 / 2)
 
-Path bits before a chain's first step are 0. So a number has one of four levels that lie apart, and its path selects the four.
-There are eight states: the last three path bits. `encode` finds the path with the least squared error (Viterbi). Its sums are
-float32, rounded after every operation. If both ways into a state cost the same, it takes the way from the state without the
-top bit. If several ends cost the same, it takes the lowest state.
+Path bits before a chain's first step are 0. So a number has one of four spaced levels, and its path selects the four.
+There are eight states: the last three path bits. `encode` finds the path with the least squared error (Viterbi). Its
+sums are float32, rounded after every operation. If both transitions into a state cost the same, it takes the one from
+the state without the top bit. If several ends cost the same, it takes the lowest state.
 
 A chain follows one field of a lane's words (`fragment`) through 128 tokens: the words of a block of 32 tokens, then the next
 blocks. At head_dim 64 that would be 16 steps, so there a chain takes two neighbouring fields of each word in turn. Earlier path
@@ -104,11 +104,11 @@ class Trellis(Static):
 
 @functools.cache
 def chains(page_size: int, head_dim: int) -> torch.Tensor:
-    """Which number of a page, `token * head_dim + channel`, each step of each chain codes: int64 `[chains, steps]`."""
-    ((place, bit),) = static._places(((2, tuple(range(head_dim))),), LAYOUTS[1], head_dim)
+    """The number of a page, `token * head_dim + channel`, for each step of each chain: int64 `[chains, steps]`."""
+    ((position, bit),) = static._positions(((2, tuple(range(head_dim))),), LAYOUTS[1], head_dim)
     words = head_dim // 16
     wide = static.vector(words)
-    word, lane = place // (LANES * wide) * wide + place % wide, place // wide % LANES
+    word, lane = position // (LANES * wide) * wide + position % wide, position // wide % LANES
     fields, tokens = 16, min(page_size, CHAIN_TOKENS)
     blocks = tokens // BLOCK
     order = torch.empty(page_size // tokens, LANES, fields, blocks, words, dtype=torch.int64)
@@ -133,10 +133,10 @@ def levels(codes: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _ways() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ways into each state. Bit 0 of a state is its own path bit, bit 1 is the one before, and so on.
+    """The transitions into each state. Bit 0 of a state is its own path bit, bit 1 the previous one, and so on.
 
     Returns:
-        The state before, and the lower of the two levels of such a step, for each state and both ways: int64 `[8, 2]`.
+        The previous state, and the lower of the two levels, for each state and both transitions: int64 `[8, 2]`.
         Then each state's own path bit: int64 `[8]`.
     """
     state = torch.arange(STATES)[:, None]

@@ -1,5 +1,5 @@
-"""A page that a new format stores and reads back before it is registered, so that mistakes get an error and not a garbled
-text."""
+"""A trial page that a new format stores and reads back before it is registered, so that mistakes raise an error instead of
+garbling text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .base import HEAD_DIMS, Format
 
 #: tokens of the trial page: the default page size
 PAGE_SIZE = 128
-#: largest float16: what a page may hold in the models that these caches serve
+#: the largest float16, which pages of supported models may contain
 LARGEST = 65504.0
 
 
 def check_page(fmt: Format) -> None:
     """Raise `ValueError` if the format cannot store a page and read it back.
 
-    The page has ordinary numbers, a token of zeros, a token of huge numbers, and one huge number among ordinary ones. A
-    format that needs calibrated parameters only has its list of arrays checked, because there is nothing to encode with.
+    The page has ordinary numbers, a token of zeros, a token of huge numbers, and one huge number among ordinary ones. For a
+    format with calibrated parameters only the list of arrays is checked, because it cannot encode without them.
     """
     head_dim = _head_dim(fmt)
     check_arrays(fmt, head_dim)
@@ -28,8 +28,8 @@ def check_page(fmt: Format) -> None:
     x = torch.randn(2, PAGE_SIZE, head_dim, generator=torch.Generator().manual_seed(0))
     x[:, 5] = 0
     x[0, 7], x[1, 9, 3] = LARGEST, LARGEST
-    pages = _called(fmt, "encode", x, torch.float16)
-    decoded = _called(fmt, "decode", pages, head_dim, PAGE_SIZE, torch.float16)
+    pages = _call(fmt, "encode", x, torch.float16)
+    decoded = _call(fmt, "decode", pages, head_dim, PAGE_SIZE, torch.float16)
     if decoded.shape != x.shape:
         raise ValueError(
             f"format {fmt.name!r}: decode_arrays returned the shape {tuple(decoded.shape)}; it must be {tuple(x.shape)}"
@@ -59,8 +59,8 @@ def check_page(fmt: Format) -> None:
 
 
 def check_arrays(fmt: Format, head_dim: int) -> None:
-    """Raise `ValueError` if the list of `arrays` is not one of names, dtypes and shapes, with codes among them."""
-    listed: Any = _called(fmt, "arrays", head_dim, PAGE_SIZE, torch.float16)
+    """Raise `ValueError` if `arrays` is not a list of names, dtypes and shapes that includes codes."""
+    listed: Any = _call(fmt, "arrays", head_dim, PAGE_SIZE, torch.float16)
     for entry in listed:
         name, dtype, shape = entry if isinstance(entry, (tuple, list)) and len(entry) == 3 else (None, None, None)
         sizes = isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape)
@@ -80,19 +80,19 @@ def check_arrays(fmt: Format, head_dim: int) -> None:
 
 
 def _head_dim(fmt: Format) -> int:
-    """The first head size that the format takes."""
+    """The first head size that the format supports."""
     for head_dim in HEAD_DIMS:
         try:
             fmt.validate(head_dim, PAGE_SIZE)
         except ValueError as error:
-            refused = error
+            last_error = error
         else:
             return head_dim
-    raise ValueError(f"format {fmt.name!r} takes no head_dim of {HEAD_DIMS}: {refused}")
+    raise ValueError(f"format {fmt.name!r} takes no head_dim of {HEAD_DIMS}: {last_error}")
 
 
-def _called(fmt: Format, method: str, *arguments: Any) -> Any:
-    """The result of this method of the format. An error of any kind becomes a `ValueError` that names both."""
+def _call(fmt: Format, method: str, *arguments: Any) -> Any:
+    """The result of a method of the format. Any error becomes a `ValueError` that names the format and the method."""
     try:
         return getattr(fmt, method)(*arguments)
     except Exception as error:

@@ -420,10 +420,10 @@ def why_no_kernels(device_type: str) -> str | None:
 
 def _checked(x: torch.Tensor, linear: Any) -> torch.Tensor:
     """An input that kernels of products take."""
-    from ..triton_kernels.fused_products import MOST_ROWS
+    from ..triton_kernels.fused_products import MAX_ROWS
 
-    if (rows := x.numel() // x.shape[-1]) > MOST_ROWS:
-        raise NotFusedError(f"{rows} rows; up to {MOST_ROWS} are fused")
+    if (rows := x.numel() // x.shape[-1]) > MAX_ROWS:
+        raise NotFusedError(f"{rows} rows; up to {MAX_ROWS} are fused")
     if x.dtype != linear.weight.dtype:
         raise NotFusedError(f"an input in {str(x.dtype).removeprefix('torch.')}")
     return x

@@ -123,7 +123,12 @@ def test_what_grows_cannot_be_compiled(model):
     [
         ("attend_kernel", "attention"),
         ("attend", "attention"),
+        ("latent_wide_attend", "attention"),
+        ("latent_merge_rows", "attention"),
+        ("merge_kernel", "attention"),
         ("append_one", "append and pack"),
+        ("append_pages_kernel", "append and pack"),
+        ("latent_append_counters", "append and pack"),
         ("nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT", "weights"),
         ("triton_red_fused_mm_t_view_7", "weights"),
         ("triton_red_fused_9", "weights"),

@@ -221,7 +221,7 @@ def test_kernels_of_a_cell_are_known_before_it_is_measured(monkeypatch):
     wanted = other_tree.wanted_by(case, None, "cuda")
     macros = [dict(each.defines) for each in wanted]
     assert [each.file for each in wanted] == ["attend.cu", "attend.cu", "attend.cu", "append.cu"]
-    assert [(of["FUSED"], of["ORDERED"]) for of in macros[:3]] == [("0", "0"), ("0", "1"), ("1", "0")]
+    assert [(of["APPENDS"], of["ORDERED"]) for of in macros[:3]] == [("0", "0"), ("0", "1"), ("1", "0")]
 
 
 def test_peers_say_why_they_cannot_run(monkeypatch):

@@ -111,7 +111,7 @@ def test_special_rows(case, launch):
     check_special_rows(launch.OPERATIONS.append, fragment(case), "cuda", generator(case, kernels.SEED))
 
 
-#: beyond the common matrix: one block of query rows and several, rows split among many blocks of threads, many rows
+#: beyond the common matrix: one block of query rows and several, rows split among many CTAs, many rows
 SHAPES = [
     Case(heads=1, groups=groups, tokens=tokens, head_dim=128, page_size=128, residual=128, lengths=(3000, 5, 700), dtype=dtype)
     for groups, tokens in ((1, 8), (16, 1), (7, 3), (16, 8), (5, 2))

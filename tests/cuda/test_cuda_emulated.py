@@ -194,17 +194,17 @@ def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
         kernels.check_attend(fragment(Case(tokens=161, lengths=(40,), heads=1, groups=2)))
 
 
-#: on a multiprocessor with 64 KiB of shared memory a team has one warp
+#: on a multiprocessor with 64 KiB of shared memory a warp group has one warp
 ONE_WARP = Case(**DENSE, head_dim=128, head_dim_v=256, heads=1, groups=1, sink=31, residual=0, page_size=128)
 
 
 def test_one_warp_takes_window_and_pages(launch, monkeypatch):
-    """The warp's share of the window, n / n, is less than 1 for n = 41 where division is by a rounded reciprocal."""
+    """The warp's part of the window, n / n, is less than 1 for n = 41 where division is by a rounded reciprocal."""
     with emulated(monkeypatch, shared=64, processors=1):
         kernels.check_attend(fragment(dataclasses.replace(ONE_WARP, lengths=(31 + 40 * 64,))))
 
 
-def test_more_teams_share_a_row_than_are_merged_at_a_time(launch, monkeypatch):
+def test_more_warp_groups_share_a_row_than_are_merged_at_a_time(launch, monkeypatch):
     with emulated(monkeypatch, shared=64, processors=12):
         kernels.check_attend(fragment(dataclasses.replace(ONE_WARP, groups=4, lengths=(31 + 16 * 64,))))
 

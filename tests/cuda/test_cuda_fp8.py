@@ -47,7 +47,7 @@ def launch(request, monkeypatch):
 ATTENDS = [
     Case(**FP8, **PAGES, lengths=(700, 1, 290)),
     Case(**CENTERED, **PAGES, lengths=(700, 1, 290), heads=1, key_offset=300.0),
-    # an open page, which ends inside of a piece; NaN follows its last token
+    # a partial page, which ends inside a KV tile; NaN follows its last token
     Case(**FP8, residual=0, sink=0, lengths=(70, 33), groups=5, dtype=bf16, heads=1),
 ]  # fmt: skip
 MORE_ATTENDS = [

@@ -163,7 +163,7 @@ def test_no_room_left(kernels):
 @pytest.mark.parametrize(
     "barrier",
     [
-        "block_ready",  # and the other stage is free
+        "kv_tile_ready",  # and the other stage is free
         "weights_ready",
     ],
 )

@@ -1,4 +1,4 @@
-"""The latent kernels as NVRTC compiles them, without a GPU: what a step needs for each number of heads, and what ptxas says."""
+"""NVRTC compiles the latent kernels without a GPU: the kernel for each number of heads, and the reports of ptxas."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from hf_lowbit_kv.triton_kernels.cuda import latent
 DEEPSEEK = {"rank": 512, "rope": 64, "page_size": 128}
 
 
-def last_ends(places: int, programs: int, pieces: int, shares: int) -> int:
-    """When the last block ends where `places` blocks run at a time, each beginning as soon as there is a place for it."""
-    ends = [0] * places
-    for share in range(shares):
-        size = pieces * (share + 1) // shares - pieces * share // shares
+def finish_time(slots: int, programs: int, kv_tiles: int, splits: int) -> int:
+    """When the last CTA ends if `slots` CTAs run at a time, each starting as soon as a slot is free."""
+    ends = [0] * slots
+    for split in range(splits):
+        size = kv_tiles * (split + 1) // splits - kv_tiles * split // splits
         for _ in range(programs):
-            heapq.heapreplace(ends, ends[0] + size + latent.BEGINNING)
+            heapq.heapreplace(ends, ends[0] + size + latent.CTA_COST)
     return max(ends)
 
 
-@pytest.mark.parametrize("pieces", [1, 8, 64, 256])
-def test_shares_leave_no_processor_idle_for_long(pieces):
-    """Never much later than with one block for each place, and sooner for 70 sequences, which fill half of an H200."""
+@pytest.mark.parametrize("kv_tiles", [1, 8, 64, 256])
+def test_splits_leave_no_processor_idle_for_long(kv_tiles):
+    """Never much later than with one CTA per slot, and sooner for 70 sequences, which fill half of an H200."""
     for programs in (1, 7, 8, 32, 64, 66, 67, 70, 100, 132, 133, 140, 200, 300):
-        found = latent._shares(132, programs, pieces)
-        simple = max(min(132 // programs, pieces), 1)
-        ends, before = (last_ends(132, programs, pieces, shares) for shares in (found, simple))
-        assert ends <= 1.05 * before
-        if programs in (70, 140) and pieces == 64:
-            assert ends < 0.9 * before
+        one_per_slot = max(min(132 // programs, kv_tiles), 1)
+        end = finish_time(132, programs, kv_tiles, latent._splits(132, programs, kv_tiles))
+        simple_end = finish_time(132, programs, kv_tiles, one_per_slot)
+        assert end <= 1.05 * simple_end
+        if programs in (70, 140) and kv_tiles == 64:
+            assert end < 0.9 * simple_end
 
 
 def spilled(log: str, kernel: str) -> bool:
-    """Whether a kernel of this log keeps registers in memory."""
-    part = log.split(f"Function properties for {kernel}\n")[1].split("Compiling entry")[0]
-    assert "spill stores" in part
-    return "0 bytes spill stores, 0 bytes spill loads" not in part
+    """Whether a kernel of this log spills registers."""
+    properties = log.split(f"Function properties for {kernel}\n")[1].split("Compiling entry")[0]
+    assert "spill stores" in properties
+    return "0 bytes spill stores, 0 bytes spill loads" not in properties
 
 
 def check(log: str, kernel: str) -> None:
     assert not spilled(log, kernel), log
     assert "warning" not in log.lower(), log
-    # ptxas says so where products of a warpgroup do not overlap, or wait where the source does not
+    # ptxas's words for products of a warp group that do not overlap, or wait more than the source asks for
     assert "serialized" not in log, log
     assert "injected" not in log, log
 
@@ -78,7 +78,7 @@ def test_narrow(arch, convert, case):
     ],
 )
 def test_wide(heads, tokens, dtype, rope, monkeypatch):
-    """What a step of so many heads and tokens launches on Hopper."""
+    """The kernel of a step on Hopper, by heads and tokens."""
     compiled = []
 
     def load(name, defines, device, arch_specific=False):
@@ -89,9 +89,9 @@ def test_wide(heads, tokens, dtype, rope, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: latent.WIDE_CAPABILITY)
     latent._wide_plan.cache_clear()
     case = LatentCase(rank=512, rope=rope, page_size=128)
-    how = latent.plan(case.spec, 512, rope, dtype, heads * tokens, torch.device("cuda", 0))
+    launch = latent.plan(case.spec, 512, rope, dtype, heads * tokens, torch.device("cuda", 0))
     latent._wide_plan.cache_clear()
-    assert how.kernel == "latent_wide_attend"
-    assert how.rows == min(heads * tokens, 64)
-    (found,) = compiled
-    check(report(*found), how.kernel)
+    assert launch.kernel == "latent_wide_attend"
+    assert launch.rows == min(heads * tokens, 64)
+    check(report(*compiled[0]), launch.kernel)
+    assert len(compiled) == 1

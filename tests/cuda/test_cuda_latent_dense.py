@@ -161,7 +161,7 @@ def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monk
 @pytest.mark.parametrize(
     "barrier",
     [
-        "block_ready",  # and the stage of the next copies is free
+        "kv_tile_ready",  # and the stage of the next copies is free
         "maxima_ready",
         "renewed_weights_ready",
     ],

@@ -65,7 +65,7 @@ def test_attend(case, kernels):
 )
 def test_merging_row_by_row(case, kernels, monkeypatch):
     monkeypatch.setattr(latent, "MERGE_ROWS", 1)
-    if case.lengths == (9000,):  # more shares than a warp has lanes
+    if case.lengths == (9000,):  # more splits than lanes
         if not GPU:
             pytest.skip("takes long in the emulator")
         monkeypatch.setattr(latent, "split_count", lambda *_: 70)

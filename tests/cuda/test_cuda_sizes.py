@@ -1,4 +1,4 @@
-"""Sizes that Python and C++ both count: shared memory, arguments, parts of a page; and GPUs with less shared memory."""
+"""Sizes that Python and C++ both compute (shared memory, arguments, parts of a page), and GPUs with less shared memory."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ SHARED = {"small": 100, "A100": 164, "H100": 228}
 WHOLE = {"head_dim": 128, "page_size": 128, "residual": 128}
 
 
-def compiler_says(name: str, defines: tuple[tuple[str, str], ...]) -> str:
-    """What g++ has to say against the source: nothing where all assertions hold."""
+def compiler_errors(name: str, defines: tuple[tuple[str, str], ...]) -> str:
+    """The errors of g++: empty if all assertions hold."""
     return cuda_emulator.complaints(cuda_emulator.full_text(name, defines))
 
 
 def attend_defines(case: Case, shared: int) -> tuple[tuple[str, str], ...]:
     case = fragment(case)
-    choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups, 8, 132, shared * 1024)
-    fused = geometry.can_store(case.spec, *case.dims, choice)
-    return geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, False, 0, False, fused=fused)
+    shape = geometry.choose_shape(case.spec, *case.dims, case.dtype, case.groups, 8, 132, shared * 1024)
+    appends = geometry.can_append(case.spec, *case.dims, shape)
+    sinks = geometry.Sinks.NONE
+    return geometry.attend_defines(case.spec, *case.dims, case.dtype, shape, False, sinks, False, appends=appends)
 
 
 @pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
@@ -48,17 +49,17 @@ def attend_defines(case: Case, shared: int) -> tuple[tuple[str, str], ...]:
     ],
     ids=str,
 )
-def test_both_count_the_same(case, shared):
-    assert compiler_says("attend.cu", attend_defines(case, shared)) == ""
+def test_sizes_in_python_and_cpp_agree(case, shared):
+    assert compiler_errors("attend.cu", attend_defines(case, shared)) == ""
     case = fragment(case)
-    assert compiler_says("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype)) == ""
+    assert compiler_errors("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype)) == ""
 
 
 @pytest.mark.parametrize("name", ["SHARED_BYTES", "ARGUMENT_BYTES", "APPEND_ARGUMENT_BYTES", "VALUE_AT"])
 def test_a_difference_does_not_compile(name):
     defines = dict(attend_defines(Case(**WHOLE), 228))
     defines[name] = str(int(defines[name]) - 16)
-    assert "static assertion failed" in compiler_says("attend.cu", tuple(defines.items()))
+    assert "static assertion failed" in compiler_errors("attend.cu", tuple(defines.items()))
 
 
 def test_a_difference_of_a_loaded_kernel_raises(monkeypatch):
@@ -67,18 +68,19 @@ def test_a_difference_of_a_loaded_kernel_raises(monkeypatch):
     monkeypatch.setattr(modules, "load", lambda *args: SimpleNamespace(integer=lambda name: 7))
     modules.forget()
     case = fragment(Case())
-    fields = dict.fromkeys(modules.AttendKernel._fields, False) | {"rows": 4, "heads": 4, "sinks": 0, "transform": None}
+    fields = dict.fromkeys(modules.AttendVariant._fields, False)
+    fields |= {"rows": 4, "heads": 4, "sinks": geometry.Sinks.NONE, "transform": None}
     sizes = dict(zip(("head_dim_k", "head_dim_v"), case.dims, strict=True))
-    kernel = modules.AttendKernel(
+    variant = modules.AttendVariant(
         **fields | sizes | {"spec": case.spec, "dtype": case.dtype, "device": torch.device("cpu")}
     )
     with pytest.raises(RuntimeError, match=r"compiled with shared_bytes=7, and [0-9]+ is what Python counts"):
-        modules.attend_module(kernel)
+        modules.attend_module(variant)
     modules.forget()
 
 
 def test_the_window_does_not_bound_the_warps():
-    """Where the window would, keys and values of a block of it take turns; an H100 has room for both at head_dim 128."""
+    """If the window would limit the warps, it is narrow. An H100 has room for wide windows at head_dim 128."""
     for keys, values, small, large in (
         ("int2-channel", "int2-token", 8, 12),
         ("int4-channel", "int4-token", 4, 12),
@@ -86,9 +88,9 @@ def test_the_window_does_not_bound_the_warps():
     ):
         case = fragment(Case(keys=keys, values=values, **WHOLE))
         for shared, warps in ((100, small), (228, large)):
-            choice = geometry.choose(case.spec, *case.dims, case.dtype, 4, 64, 132, shared * 1024)
-            assert choice.warps * choice.teams == warps
-            assert choice.narrow == (keys == "int2-channel" and shared == 100)
+            shape = geometry.choose_shape(case.spec, *case.dims, case.dtype, 4, 64, 132, shared * 1024)
+            assert shape.warps * shape.warp_groups == warps
+            assert shape.narrow == (keys == "int2-channel" and shared == 100)
 
 
 def test_where_there_is_no_room_another_backend_serves(monkeypatch):
@@ -122,6 +124,6 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
 def test_a_narrow_window(case, steps, monkeypatch):
     """Outputs, bytes and counters of steps on a GPU with 100 KB of shared memory."""
     case = fragment(case)
-    assert geometry.choose(case.spec, *case.dims, case.dtype, 4, len(case.lengths), 2, 100 * 1024).narrow
+    assert geometry.choose_shape(case.spec, *case.dims, case.dtype, 4, len(case.lengths), 2, 100 * 1024).narrow
     with emulated(monkeypatch, shared=100) as cuda:
         check_steps(cuda, case, steps, kernels.SEED, "cpu", twin=False)

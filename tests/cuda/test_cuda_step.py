@@ -31,7 +31,7 @@ CASES = [
     for i, (keys, values) in enumerate(FORMATS)
     for residual in (128, 0)
 ] + [
-    # a row among all teams; groups and blocks of query rows; several teams of a block of threads; no room left; other sizes
+    # a row among all warp groups; groups and row blocks; several warp groups per CTA; no room left; other sizes
     Case(**PAGES, lengths=(60000,), heads=1),
     Case(**PAGES, keys="int2-channel", values="int2-token", lengths=(2000, 300), groups=16),
     Case(**PAGES, keys="boosted2-r0.125", values="int2-token", lengths=(300, 4000), groups=12, dtype=torch.bfloat16),

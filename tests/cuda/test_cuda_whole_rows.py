@@ -1,4 +1,4 @@
-"""Batches with more rows than teams of warps: rows of one length are dealt out whole, others are cut into equal shares. In the
+"""Batches with more rows than warp groups: rows of one length are assigned whole, others are cut into equal ranges. In the
 emulator (`cuda_emulator`)."""
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
 ]
 
+RANGES = geometry.Assignment(geometry.Schedule.WORK_RANGES)
+
 
 @pytest.fixture(autouse=True)
 def launch(monkeypatch):
@@ -31,57 +33,67 @@ def launch(monkeypatch):
 
 
 @pytest.fixture
-def dealt(monkeypatch):
-    """How rows were dealt out, launch by launch."""
-    found = []
-    deal = geometry.rows_of_teams
+def assignments(monkeypatch):
+    """The assignment of rows in each launch."""
+    assigned = []
+    assign = geometry.assign_rows
     monkeypatch.setattr(
-        decode_kernel, "rows_of_teams", lambda teams, heads: found.append(deal(teams, heads)) or found[-1]
+        decode_kernel, "assign_rows", lambda groups, heads: assigned.append(assign(groups, heads)) or assigned[-1]
     )
-    return found
+    return assigned
+
+
+def splits(count: int) -> geometry.Assignment:
+    """Each row has `count` warp groups."""
+    return geometry.Assignment(geometry.Schedule.ROW_SPLITS, count)
+
+
+def whole(count: int) -> geometry.Assignment:
+    """Each warp group has `count` rows."""
+    return geometry.Assignment(geometry.Schedule.WHOLE_ROWS, count)
 
 
 @pytest.mark.parametrize(
-    ("case", "rows"),
+    ("case", "assignment"),
     [
-        (Case(lengths=(70,) * 8), -2),  # 16 rows, two processors with four teams each
-        (Case(lengths=(70,) * 35), -9),  # more sequences than a warp has lanes; the last team has fewer rows
-        (Case(lengths=(70,) * 140, heads=1, head_dim=64), -18),  # more than lengths are loaded for at a time
-        (Case(lengths=(70,) * 4), 1),
-        (Case(lengths=(70, 70, 70, 70, 69, 70, 70, 70)), -2),  # not of one length: shares
-        (Case(lengths=(0,) * 8), -2),
-        # a pool's rows, and the empty slots after them
-        (Case(lengths=(310, 70, 1, *(0,) * 13)), -4),
-        slow_case(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), -8),
-        (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), -2),
-        slow_case(Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), 1),
-        slow_case(Case(**EIGEN_2, lengths=(90,) * 8), -2),
-        # four teams have room with pieces of 32 tokens, not with 64
-        (Case(lengths=(290,) * 4, head_dim=128, page_size=128, residual=128), 1),
+        (Case(lengths=(70,) * 8), whole(2)),  # 16 rows, two processors with four warp groups each
+        (Case(lengths=(70,) * 35), whole(9)),  # more sequences than lanes; the last warp group has fewer rows
+        (Case(lengths=(70,) * 140, heads=1, head_dim=64), whole(18)),  # more sequences than one batch of loads has
+        (Case(lengths=(70,) * 4), splits(1)),
+        (Case(lengths=(70, 70, 70, 70, 69, 70, 70, 70)), whole(2)),  # not of one length: the kernel uses work ranges
+        (Case(lengths=(0,) * 8), whole(2)),
+        # the rows of a pool, followed by empty ones
+        (Case(lengths=(310, 70, 1, *(0,) * 13)), whole(4)),
+        slow_case(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), whole(8)),
+        (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), whole(2)),
+        slow_case(Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), splits(1)),
+        slow_case(Case(**EIGEN_2, lengths=(90,) * 8), whole(2)),
+        # four warp groups have room with KV tiles of 32 tokens, not with 64
+        (Case(lengths=(290,) * 4, head_dim=128, page_size=128, residual=128), splits(1)),
     ],
     ids=str,
 )
-def test_attend(case, rows, dealt):
+def test_attend(case, assignment, assignments):
     kernels.check_attend(fragment(case))
-    assert set(dealt) == {rows}
+    assert set(assignments) == {assignment}
 
 
 class Counting(cuda_emulator.Module):
-    """Counts the parts of rows that each team takes."""
+    """Counts the splits of each warp group."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        begin = "const Row row = part.row;"
+        begin = "const Row row = split.row;"
         if begin in self.text:
             self.text = f'extern "C" {{ int taken[1024]; }}\n{self.text}'.replace(
-                begin, f"{begin} if (thread == 0) taken[here]++;"
+                begin, f"{begin} if (thread == 0) taken[grid_warp_group]++;"
             )
             Counting.last = self
 
 
-def test_empty_rows_do_not_all_go_to_one_team(monkeypatch):
-    """After the rows of a pool come empty ones, which cost a team time and no bytes: three long rows would leave them to one
-    or two teams."""
+def test_empty_rows_do_not_all_go_to_one_warp_group(monkeypatch):
+    """A pool's rows are followed by empty ones, which cost time but no bytes. By bytes, one or two warp groups would get all
+    of them."""
     case = Case(lengths=(4000, 3900, 3950, *(0,) * 45), heads=1, head_dim=64)
     with emulated(monkeypatch, processors=4, module=Counting):
         kernels.check_attend(fragment(case))
@@ -108,29 +120,30 @@ def test_step(case, steps, launch):
 
 
 @pytest.mark.parametrize(
-    ("teams", "heads", "rows"),
+    ("warp_groups", "heads", "assignment", "encoded"),
     [
-        (528, 2048, -4),
-        (528, 512, 0),
-        (512, 512, 1),
-        (128, 64, 2),
-        (396, 2376, -6),
-        (396, 512, 0),
-        (264, 2048, -8),
-        (10, 11, 0),
+        (528, 2048, whole(4), -4),
+        (528, 512, RANGES, 0),
+        (512, 512, splits(1), 1),
+        (128, 64, splits(2), 2),
+        (396, 2376, whole(6), -6),
+        (396, 512, RANGES, 0),
+        (264, 2048, whole(8), -8),
+        (10, 11, RANGES, 0),
     ],
 )
-def test_rows_are_dealt_out_where_that_is_even(teams, heads, rows):
-    assert geometry.rows_of_teams(teams, heads) == rows
+def test_whole_rows_are_assigned_if_that_is_even(warp_groups, heads, assignment, encoded):
+    assert geometry.assign_rows(warp_groups, heads) == assignment
+    assert assignment.encoded == encoded
 
 
 @pytest.mark.parametrize(
-    ("preset", "head_dim", "heads", "warps", "teams"),
+    ("preset", "head_dim", "heads", "warps", "warp_groups"),
     [
-        ("kivi-2", 128, 512, 3, 4),  # 64 sequences, 8 KV heads: a team a row
+        ("kivi-2", 128, 512, 3, 4),  # 64 sequences, 8 KV heads: one warp group per row
         ("kivi-2", 128, 2048, 3, 4),
-        ("kitty-pro", 128, 512, 6, 2),  # packing takes a thread for every channel
-        ("kivi-4", 128, 512, 3, 4),  # with pieces of 32 tokens: four teams have no room for 64
+        ("kitty-pro", 128, 512, 6, 2),  # packing needs a thread per channel
+        ("kivi-4", 128, 512, 3, 4),  # with KV tiles of 32 tokens: four warp groups have no room for 64
         ("kivi-4", 128, 256, 6, 2),
         ("kivi-2", 128, 64, 12, 1),
         ("kivi-2", 128, 256, 6, 2),
@@ -139,9 +152,9 @@ def test_rows_are_dealt_out_where_that_is_even(teams, heads, rows):
         ("kv8", 256, 16, 6, 1),  # no room for more
     ],
 )
-def test_layouts_of_an_h200(preset, head_dim, heads, warps, teams):
+def test_kernel_shapes_on_an_h200(preset, head_dim, heads, warps, warp_groups):
     spec = fragment(Case()).spec  # its layouts
     spec = get_preset(preset).spec().with_layouts(spec.key_format.layout, spec.value_format.layout)
-    choice = geometry.choose(spec, head_dim, head_dim, torch.float16, 4, heads)
-    assert (choice.warps, choice.teams) == (warps, teams)
-    assert geometry.can_store(spec, head_dim, head_dim, choice)
+    shape = geometry.choose_shape(spec, head_dim, head_dim, torch.float16, 4, heads)
+    assert (shape.warps, shape.warp_groups) == (warps, warp_groups)
+    assert geometry.can_append(spec, head_dim, head_dim, shape)

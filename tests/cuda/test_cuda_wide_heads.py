@@ -139,7 +139,7 @@ def test_store(case, chunks):
     assert kernels.check_store(fragment(case), chunks), "the chunks are too short for a page"
 
 
-@pytest.mark.parametrize("barrier", ["parts_there", "parts_read"])
+@pytest.mark.parametrize("barrier", ["partial_scores_written", "partial_scores_read"])
 def test_a_missing_barrier_is_seen(barrier, launch, monkeypatch):
     """Of the two warps that divide a head, in the kernel with a single turn."""
     monkeypatch.setattr(modules, "load", lambda name, defines, device: cuda_emulator.Module(name, defines, barrier))
@@ -154,10 +154,12 @@ def test_both_count_the_same(rows, shared):
     """Shared memory, in Python and in C++, with warps in pairs."""
     for keys, values, widths in (("int2-channel", "int2-token", WIDE), ("int8-channel", "int8-token", KEYS)):
         case = fragment(Case(keys=keys, values=values, **widths, **PAGES))
-        choice = geometry.choose(case.spec, *case.dims, case.dtype, rows, 8, 132, shared * 1024)
-        assert case.head_dim == 192 or choice.warps % 2 == 0
-        fused = geometry.can_store(case.spec, *case.dims, choice)
-        defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, choice, False, 0, False, fused=fused)
+        shape = geometry.choose_shape(case.spec, *case.dims, case.dtype, rows, 8, 132, shared * 1024)
+        assert case.head_dim == 192 or shape.warps % 2 == 0
+        appends, sinks = geometry.can_append(case.spec, *case.dims, shape), geometry.Sinks.NONE
+        defines = geometry.attend_defines(
+            case.spec, *case.dims, case.dtype, shape, False, sinks, False, appends=appends
+        )
         assert cuda_emulator.complaints(cuda_emulator.full_text("attend.cu", defines)) == ""
 
 

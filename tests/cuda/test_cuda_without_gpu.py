@@ -160,8 +160,10 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
 def test_source_is_one_text():
     """With the files of the layer's own formats, each once, and of no others."""
     spec = choice.storage_spec(get_preset("kivi-4").spec(), "cuda")
-    chosen = geometry.choose(spec, 128, 128, torch.float16, rows=4)
-    defines = geometry.attend_defines(spec, 128, 128, torch.float16, chosen, False, 0, False, fused=True)
+    chosen = geometry.choose_shape(spec, 128, 128, torch.float16, rows=4)
+    defines = geometry.attend_defines(
+        spec, 128, 128, torch.float16, chosen, False, geometry.Sinks.NONE, False, appends=True
+    )
     source = nvrtc.text("attend.cu", defines)
     assert "#include" not in source
     for struct in ("AffineKeys", "AffineValues", "AffineEncoder"):
@@ -196,14 +198,14 @@ def test_compiles(case, compile_module, monkeypatch, tmp_path):
     """Without a GPU: NVRTC takes what the macros make of the sources."""
     from hf_lowbit_kv.triton_kernels.cuda import geometry
 
-    monkeypatch.setenv(compile_module.kernel_store.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(compile_module.kernel_cache.VARIABLE, str(tmp_path))
     case = fragment(case)
-    choice = geometry.choose(case.spec, *case.dims, case.dtype, case.groups)
-    options = choice, True, 1, True, Fused(before=True, rotated=True, after=False)
-    assert geometry.can_store(case.spec, *case.dims, choice)
+    shape = geometry.choose_shape(case.spec, *case.dims, case.dtype, case.groups)
+    options = shape, True, geometry.Sinks.MODEL_DTYPE, True, Fused(before=True, rotated=True, after=False)
+    assert geometry.can_append(case.spec, *case.dims, shape)
     try:
-        for fused in (False, True):
-            defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, *options, fused=fused)
+        for appends in (False, True):
+            defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, *options, appends=appends)
             compile_module.binary("attend.cu", defines, "sm_90")
         compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
     except compile_module.CompileError:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from hf_lowbit_kv.triton_kernels.cuda import kernel_store, nvrtc
+from hf_lowbit_kv.triton_kernels.cuda import kernel_cache, nvrtc
 
 NAME, OTHER = "attend-sm_90-0a.cubin", "append-sm_90-0b.cubin"
 KERNEL = bytes(range(256)) * 3
@@ -23,23 +23,23 @@ KERNEL = bytes(range(256)) * 3
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
-    kernel_store._warn.cache_clear()
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    kernel_cache._warn.cache_clear()
     return tmp_path / "kernels"
 
 
 def whole(folder: Path) -> bytes:
     """What a file has that keeps `KERNEL`."""
-    kernel_store.keep(NAME, KERNEL)
+    kernel_cache.save(NAME, KERNEL)
     return (folder / NAME).read_bytes()
 
 
 def refused(folder: Path, log: Callable[[], str]) -> bool:
     """Whether the damaged file is not loaded, the log names it, and the kernel can be kept again."""
-    loaded = kernel_store.load(NAME)
+    loaded = kernel_cache.load(NAME)
     named = str(folder / NAME) in log()
-    kernel_store.keep(NAME, KERNEL)
-    return loaded is None and named and kernel_store.load(NAME) == KERNEL
+    kernel_cache.save(NAME, KERNEL)
+    return loaded is None and named and kernel_cache.load(NAME) == KERNEL
 
 
 def test_bytes_that_were_changed(folder, caplog):
@@ -60,7 +60,7 @@ def test_bytes_that_were_changed(folder, caplog):
 
 def test_a_kernel_under_the_name_of_another(folder, caplog):
     """Of another kernel or architecture: it would run, and be wrong."""
-    kernel_store.keep(OTHER, b"append")
+    kernel_cache.save(OTHER, b"append")
     (folder / OTHER).rename(folder / NAME)
     assert refused(folder, lambda: caplog.text)
 
@@ -86,10 +86,10 @@ def test_a_folder_in_the_place_of_a_kernel(folder, caplog):
     whole(folder)
     (folder / NAME).unlink()
     (folder / NAME).mkdir()
-    assert kernel_store.load(NAME) is None
+    assert kernel_cache.load(NAME) is None
     assert str(folder / NAME) in caplog.text
-    kernel_store.keep(NAME, KERNEL)  # cannot replace it, and says so
-    assert kernel_store.load(NAME) is None
+    kernel_cache.save(NAME, KERNEL)  # cannot replace it, and says so
+    assert kernel_cache.load(NAME) is None
     assert "keeps no CUDA kernels" in caplog.text
     assert [path.name for path in folder.iterdir()] == [NAME]  # nothing half written is left
 
@@ -104,9 +104,9 @@ def test_a_file_that_cannot_be_read(folder, caplog, monkeypatch):
         broken.setattr(Path, "read_bytes", fail)
         broken.setattr(Path, "open", fail)
         broken.setattr(os, "open", fail)
-        assert kernel_store.load(NAME) is None
+        assert kernel_cache.load(NAME) is None
     assert f"{folder / NAME} cannot be read: Input/output error" in caplog.text
-    assert kernel_store.load(NAME) == KERNEL
+    assert kernel_cache.load(NAME) == KERNEL
 
 
 def test_a_link_to_itself(folder, caplog):
@@ -117,23 +117,23 @@ def test_a_link_to_itself(folder, caplog):
 
 
 def test_no_file_is_no_damage(folder, caplog):
-    assert kernel_store.load(NAME) is None
+    assert kernel_cache.load(NAME) is None
     whole(folder)
-    assert kernel_store.load(OTHER) is None
+    assert kernel_cache.load(OTHER) is None
     assert caplog.text == ""
 
 
 def test_a_place_whose_name_is_too_long(monkeypatch, caplog):
-    monkeypatch.setenv(kernel_store.VARIABLE, "/" + "x" * 5000)
-    assert kernel_store.load(NAME) is None
-    kernel_store.keep(NAME, KERNEL)
+    monkeypatch.setenv(kernel_cache.VARIABLE, "/" + "x" * 5000)
+    assert kernel_cache.load(NAME) is None
+    kernel_cache.save(NAME, KERNEL)
     assert "File name too long" in caplog.text
 
 
 @pytest.mark.parametrize("kernel", [b"", b"\0", b"x" * 2**20])
 def test_what_is_kept_is_loaded(kernel):
-    kernel_store.keep(NAME, kernel)
-    assert kernel_store.load(NAME) == kernel
+    kernel_cache.save(NAME, kernel)
+    assert kernel_cache.load(NAME) == kernel
 
 
 def test_a_damaged_kernel_is_compiled_again(folder, monkeypatch, caplog):

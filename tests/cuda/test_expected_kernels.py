@@ -34,7 +34,7 @@ class Loaded:
 @pytest.mark.parametrize("preset", ["kivi-4-sink", "kivi-2-hadamard", "fp8", "eigen-2"])
 def test_a_prompt_and_its_steps_take_the_kernels_that_were_expected(preset, masked, monkeypatch):
     expected, loaded, spec = set(), set(), choice.storage_spec(get_preset(preset).spec(), "cuda")
-    monkeypatch.setattr(modules, "ahead", lambda name, macros, device: expected.add((name, macros)))
+    monkeypatch.setattr(modules, "compile_ahead", lambda name, macros, device: expected.add((name, macros)))
     store = PagedStore(spec, 2, 2, 128, 128, torch.bfloat16, "cpu", 900, parameters=records_for(spec, (128, 128), 2))
 
     def chunk(tokens: int, mask: torch.Tensor | None) -> Chunk:

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from hf_lowbit_kv.triton_kernels.cuda import kernel_store, nvrtc
+from hf_lowbit_kv.triton_kernels.cuda import kernel_cache, nvrtc
 
 KERNEL = b"a kernel"
 NAME = "HF_LOWBIT_KV_CACHE"
@@ -61,8 +61,8 @@ def compiler(monkeypatch, tmp_path):
     found = Compiler()
     monkeypatch.setattr(nvrtc, "_bindings", lambda: (None, found))
     monkeypatch.setattr(nvrtc, "source", lambda name, headers=(): "source of " + name)
-    monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path))
-    kernel_store._warn.cache_clear()
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path))
+    kernel_cache._warn.cache_clear()
     return found
 
 
@@ -85,9 +85,9 @@ def test_kept_for_the_user_alone(compiler, tmp_path):
 def test_an_empty_variable_is_unset(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(kernel_store.VARIABLE, "")
+    monkeypatch.setenv(kernel_cache.VARIABLE, "")
     kernel()
-    assert kernel_store.cache_directory() == tmp_path / "cache" / "hf-lowbit-kv" / "kernels"
+    assert kernel_cache.cache_directory() == tmp_path / "cache" / "hf-lowbit-kv" / "kernels"
     assert {path.name for path in tmp_path.iterdir()} == {"cache"}
 
 
@@ -101,7 +101,7 @@ def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for root in (tmp_path / "chosen", tmp_path / "cache" / "hf-lowbit-kv"):
         monkeypatch.setenv(NAME, str(root) if root.name == "chosen" else "")
-        assert kernel_store.cache_directory() == root / "kernels"
+        assert kernel_cache.cache_directory() == root / "kernels"
         assert calibration_lookup.user_folder() == root / "calibrations"
         assert local_models.bundled_model().parent == root
 
@@ -133,7 +133,7 @@ def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkey
     folder = tmp_path / "kernels"
     folder.chmod(mode)
     (file,) = folder.iterdir()
-    file.write_bytes(kernel_store._digest(file.name, b"hostile") + b"hostile")
+    file.write_bytes(kernel_cache._digest(file.name, b"hostile") + b"hostile")
     if other:
         user = os.getuid() + 1
         monkeypatch.setattr(os, "getuid", lambda: user)
@@ -141,15 +141,15 @@ def test_a_directory_that_others_may_write(mode, other, reason, compiler, monkey
     assert compiler.compiled == 3
     assert file.read_bytes().endswith(b"hostile")
     assert caplog.text.count(reason) == 1
-    assert kernel_store.VARIABLE in caplog.text
+    assert kernel_cache.VARIABLE in caplog.text
 
 
 def test_a_folder_that_users_share(compiler, monkeypatch, tmp_path):
     """Kernels of another user are neither read nor in the way."""
     kernel()
     (file,) = (tmp_path / "kernels").iterdir()
-    file.write_bytes(kernel_store._digest(file.name, b"hostile") + b"hostile")
-    monkeypatch.setattr(kernel_store, "_owner", lambda directory: os.getuid() + 1 if directory.exists() else None)
+    file.write_bytes(kernel_cache._digest(file.name, b"hostile") + b"hostile")
+    monkeypatch.setattr(kernel_cache, "_owner", lambda directory: os.getuid() + 1 if directory.exists() else None)
     assert [kernel(), kernel()] == [KERNEL, KERNEL]
     assert compiler.compiled == 2
     assert [path.name for path in (tmp_path / f"kernels-{os.getuid()}").iterdir()] == [file.name]
@@ -163,7 +163,7 @@ def test_no_directory(compiler, tmp_path, caplog):
 
 def test_an_unwritable_place(compiler, monkeypatch, tmp_path, caplog):
     (tmp_path / "file").touch()
-    monkeypatch.setenv(kernel_store.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file"))
     assert kernel() == KERNEL
     assert "it cannot be written" in caplog.text
 
@@ -219,12 +219,12 @@ def test_compiled_ahead(compiler, monkeypatch):
     monkeypatch.setattr(nvrtc, "_arch", lambda device: "sm_90")
     for keeps in (True, False):
         if not keeps:
-            monkeypatch.setattr(kernel_store, "keep", lambda *args: None)
+            monkeypatch.setattr(kernel_cache, "save", lambda *args: None)
         compiler.compiled = 0
         for event in (begun, may_end):
             event.clear()
         macros = (("NT", "1"), ("KEEPS", str(keeps)))
-        nvrtc.ahead("attend.cu", macros, torch.device("cpu"))
+        nvrtc.compile_ahead("attend.cu", macros, torch.device("cpu"))
         assert begun.wait(20)
         found: list[bytes] = []
         other = threading.Thread(target=lambda: found.append(nvrtc.binary("attend.cu", macros, "sm_90")))  # noqa: B023
@@ -242,7 +242,7 @@ def test_an_error_ahead_is_left_to_the_one_who_needs_the_kernel(compiler, monkey
     monkeypatch.setattr(threading, "excepthook", lambda args: pytest.fail(str(args)))
     compiler.status = 6
     before = threading.active_count()
-    nvrtc.ahead("attend.cu", (("NT", "1"),), torch.device("cpu"))
+    nvrtc.compile_ahead("attend.cu", (("NT", "1"),), torch.device("cpu"))
     while threading.active_count() > before:
         pass
     with pytest.raises(nvrtc.CompileError):

@@ -20,7 +20,7 @@ from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 def emulated(
     monkeypatch, shared: int = 228, processors: int = 2, module: Callable = cuda_emulator.Module
 ) -> Iterator[ModuleType]:
-    """`cuda_entry_points` on a GPU with so many KiB of shared memory a multiprocessor. Two: teams share rows. module:
+    """`cuda_entry_points` on a GPU with so many KiB of shared memory a multiprocessor. Two: warp groups share rows. module:
     the fake of a loaded file, made from its name and macros."""
     properties = SimpleNamespace(multi_processor_count=processors, shared_memory_per_multiprocessor=shared * 1024)
     for changed in (cuda, modules):

@@ -220,7 +220,7 @@ def test_small_refusals():
             call()
     with pytest.raises(ValueError, match="1 are given; allowed: 2 or 3"):
         products(x[:2], [weight])
-    assert fused_products.MOST_ROWS == 16
+    assert fused_products.MAX_ROWS == 16
 
 
 @kernels.needs_interpreter

@@ -90,7 +90,7 @@ READ = [("int4-channel", "dense"), ("static-54222100", "static-2-tn")]
 @pytest.mark.parametrize("formats", [x if x in FAST else slow_case(x) for x in (*FORMATS, *STATIC)], ids="/".join)
 def test_every_format(formats, compiled):
     run_all(Case(*formats))
-    assert {"append_one_kernel", "pack_kernel", "unpack_kernel", "prompt_kernel"} <= set(compiled)
+    assert {"append_one_kernel", "append_pages_kernel", "unpack_kernel", "prompt_kernel"} <= set(compiled)
 
 
 @pytest.mark.parametrize("formats", [x if x in READ else slow_case(x) for x in (*FORMATS, *STATIC)], ids="/".join)
@@ -148,7 +148,7 @@ def test_latents_compile(content, layout, compiled):
         entry_points.OPERATIONS.append(filled.step._replace(q=None), store)
         token = Chunk(*(x[:, :, :1] for x in filled.step[:3]), scaling=case.scaling)
         entry_points.OPERATIONS.step(token, store)
-        assert {"pack_kernel", "append_one_kernel"} <= set(compiled)
+        assert {"append_pages_kernel", "append_one_kernel"} <= set(compiled)
     assert {"prompt_kernel", "unpack_kernel"} <= set(compiled)
 
 

@@ -1,7 +1,8 @@
 // Integer pages in layout `fragment-1` / `fragment-1t` (`formats/fragment.py`): masking is enough to turn words into operands.
 //
-// Codes are not converted. Masked bits, read as fp16, are the subnormal number code x position x 2^-24. Tensor cores multiply subnormals
-// exactly and at full speed. The position is divided out of q (channels of a key), the scores (rows) or the weights (tokens of a value).
+// Codes are not converted. Masked bits, read as fp16, are the subnormal number code x position x 2^-24, where position is the power of two of
+// the field's lowest bit. Tensor cores multiply subnormals exactly and at full speed. The position is divided out of q (channels of a key),
+// the scores (rows) or the weights (tokens of a value).
 #pragma once
 #include "common.cuh"
 
@@ -37,16 +38,16 @@ template <int BITS> __device__ __forceinline__ void unpack(const u32* w, u32 (*a
   }
 }
 
-// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes. HIGH bits are unpacked like 4-bit codes; the words of the LOW bits come
-// after all of them. Sums are of `code / 2^LOW`, so scales are 2^LOW times as large.
+// Codes of 5 and 6 bits (`formats/fragment_planes.py`) have two planes. The HIGH bits are unpacked like 4-bit codes; the words of the LOW bits
+// follow them. Sums are of `code / 2^LOW`, so scales are multiplied by 2^LOW.
 template <int BITS> struct Planes {
   static constexpr int HIGH = BITS == 5 || BITS == 6 ? 4 : BITS, LOW = BITS - HIGH;
   static constexpr float STEPS = 1 << LOW;
-  static constexpr float PART = 1 / STEPS;  // the weight of a low code
+  static constexpr float LOW_WEIGHT = 1 / STEPS;  // the weight of a low code
 };
 
-// The low codes of channels 16 c and up, as the operand h that belongs to that of `unpack<4>`. They have the same distances there, and are at
-// four times the place in operand 1. word: the word of these channels, or (one bit) the word that their neighbours share.
+// The low codes of channels from 16 c on, as operand h, in the order of `unpack<4>`. In operand 1 their position is four times as large. word: the
+// word of these channels, or (one bit) of 32 channels.
 template <int LOW> __device__ __forceinline__ void unpack_low(u32 word, int c, int h, u32* a) {
   const u32 mask = LOW == 2 ? 0x00030003u << 2 * h : 0x00010001u << 2 * h, x = LOW == 1 && (c & 1) ? word >> 1 : word,
             y = x >> 8;
@@ -72,7 +73,7 @@ template <int BITS, int D> struct Codes {
   static constexpr bool SPLIT = Planes<BITS>::LOW > 0;
   static constexpr int TILES = SPLIT ? 1 : V / (BITS / 2);  // groups of 16 channels in one load
   static constexpr int HELD = SPLIT ? WORDS : V;            // words in registers at a time
-  // The words of channels 16 k and up, of a lane's words at `words`. Loads them if w does not hold them yet. `first`: the first k of the loop.
+  // The words of channels from 16 k on, of a lane's words at `words`. Loads them unless w holds them already. first: the first k of the loop.
   static __device__ __forceinline__ const u32* tile(u32* w, u32 words, int k, int first) {
     if constexpr (SPLIT) {
       if (k == first)
@@ -84,14 +85,14 @@ template <int BITS, int D> struct Codes {
       return w + k % TILES * (BITS / 2);
     }
   }
-  // The word with the low codes of channels 16 k and up, after `tile`.
+  // The word with the low codes of channels from 16 k on. Call `tile` first.
   static __device__ __forceinline__ u32 low(const u32* w, int k) {
     return w[LOW_AT + (Planes<BITS>::LOW == 1 ? k / 2 : k)];
   }
   static constexpr int BYTES = 128 * WORDS;  // bytes of 32 tokens
-  // Copies the codes of a piece.
-  static __device__ __forceinline__ void copy(bool real, u32 slot, const u8* codes, int token, int lane) {
-    copy_codes<SPLIT ? 128 * LOW_AT : BYTES, SPLIT ? BYTES - 128 * LOW_AT : 0>(real, slot, codes, token, lane);
+  // Copies the codes of a KV tile.
+  static __device__ __forceinline__ void copy(bool real, u32 stage, const u8* codes, int token, int lane) {
+    copy_codes<SPLIT ? 128 * LOW_AT : BYTES, SPLIT ? BYTES - 128 * LOW_AT : 0>(real, stage, codes, token, lane);
   }
 };
 

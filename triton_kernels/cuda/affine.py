@@ -24,8 +24,8 @@ def needs(fmt: Affine, head_dim: int, page_size: int, dtype: torch.dtype, transp
     own = head_dim // slices(head_dim)
     form, places = f"{fmt.bits}, {str(channel).lower()}, {group}", f"{at['scale']}, {at['zero']}"
 
-    def meta(piece: int) -> int:
-        return 4 * own * max(piece // group, 1) if channel else 4 * piece * (head_dim // group)
+    def meta(kv_tile: int) -> int:
+        return 4 * own * max(kv_tile // group, 1) if channel else 4 * kv_tile * (head_dim // group)
 
     return Needs(
         "affine_values.cuh" if transposed else "affine_keys.cuh",

@@ -1,14 +1,14 @@
 // Storing new tokens: into sink and tail ring, and packing each page that is due: `reference.append`, bit for bit.
 //
-// A block of threads owns the counters of one row (sequence x KV head). One token takes one launch (`append_one`), or none, because
-// `attend.cu` can store it too. A longer chunk takes three launches: pages, then sink and tail, then counters. Pages come first, because
-// they are packed from ring slots that the chunk's newest tokens overwrite.
+// A CTA owns the counters of one row (sequence x KV head). One token takes one launch (`append_one`), or none if `attend.cu` stores it. A longer
+// chunk takes three launches: pages, then sink and tail, then counters. Pages come first, because they are packed from ring slots that the
+// chunk's newest tokens overwrite.
 #include "store.cuh"
 
-extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_constant__ AppendArgs a) {
-  __shared__ u64 space[SPACE / 8 + 1];
+extern "C" __global__ void __launch_bounds__(WARP_GROUP_THREADS) append_one(const __grid_constant__ AppendArgs a) {
+  __shared__ u64 space[ENCODER_BYTES / 8 + 1];
   const int bh = blockIdx.x, b = bh / a.heads, h = bh % a.heads;
-  // everything is loaded before the first branch, so it costs one memory latency
+  // all loads precede the first branch, so they take one memory latency together
   constexpr int EACH_K = (DK + 255) / 256, EACH_V = (DV + 255) / 256;
   const u16 *k = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h,
             *v = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
@@ -23,18 +23,18 @@ extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_const
     if (real && threadIdx.x == 0) a.lost[bh] += 1;
     return;
   }
-  if (kept(a, n)) {
-    u16 *place_k = home<DK>(a, a.sink_k, a.tail_k, bh, n.stored),
-        *place_v = home<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
+  if (goes_to_window(a, n)) {
+    u16 *slot_k = window_slot<DK>(a, a.sink_k, a.tail_k, bh, n.stored),
+        *slot_v = window_slot<DV>(a, a.sink_v, a.tail_v, bh, n.stored);
 #pragma unroll
     for (int j = 0; j < EACH_K; j++)
-      if (place_k && j * 256 + threadIdx.x < DK) place_k[j * 256 + threadIdx.x] = new_k[j];
+      if (slot_k && j * 256 + threadIdx.x < DK) slot_k[j * 256 + threadIdx.x] = new_k[j];
 #pragma unroll
     for (int j = 0; j < EACH_V; j++)
-      if (place_v && j * 256 + threadIdx.x < DV) place_v[j * 256 + threadIdx.x] = new_v[j];
+      if (slot_v && j * 256 + threadIdx.x < DV) slot_v[j * 256 + threadIdx.x] = new_v[j];
   }
-  __syncthreads();  // all have read the counters, and written the token
-  pack_due(a, n, bh, Crew{(int)threadIdx.x, 0}, space);
+  __syncthreads();  // all threads have read the counters and written the token
+  pack_due(a, n, bh, WarpGroup{(int)threadIdx.x, 0}, space);
   if (threadIdx.x == 0) {
     a.length[bh] = n.stored + 1;
     a.paged[bh] = n.after;
@@ -42,26 +42,26 @@ extern "C" __global__ void __launch_bounds__(CREW) append_one(const __grid_const
 }
 
 // Grid (row * head, due page, keys or values).
-extern "C" __global__ void __launch_bounds__(CREW) append_pages(const __grid_constant__ AppendArgs a) {
-  __shared__ u64 space[SPACE / 8 + 1];
+extern "C" __global__ void __launch_bounds__(WARP_GROUP_THREADS) append_pages(const __grid_constant__ AppendArgs a) {
+  __shared__ u64 space[ENCODER_BYTES / 8 + 1];
   const Counts n(a, blockIdx.x);
   const int page = n.before / PAGE + blockIdx.y;
   if (n.after > n.before && page * PAGE < n.after)
-    pack(a, n, blockIdx.x, page, blockIdx.z, Crew{(int)threadIdx.x, 0}, space);
+    pack(a, n, blockIdx.x, page, blockIdx.z, WarpGroup{(int)threadIdx.x, 0}, space);
 }
 
 // Grid (row * head, 32 tokens); a warp takes a token.
-extern "C" __global__ void __launch_bounds__(CREW) append_window(const __grid_constant__ AppendArgs a) {
+extern "C" __global__ void __launch_bounds__(WARP_GROUP_THREADS) append_window(const __grid_constant__ AppendArgs a) {
   const int bh = blockIdx.x, b = bh / a.heads, h = bh % a.heads, lane = threadIdx.x & 31;
   const Counts n(a, bh);
   for (int i = blockIdx.y * 32 + (threadIdx.x >> 5); i < min((int)blockIdx.y * 32 + 32, n.fits); i += blockDim.x >> 5) {
-    const int place = n.stored + i;
-    if (place >= a.sink && place - a.sink < n.after) continue;
+    const int position = n.stored + i;
+    if (position >= a.sink && position - a.sink < n.after) continue;
     const i64 number = a.order ? a.order[(i64)b * a.tokens + i] : i;
-    keep<DK>(a, a.sink_k, a.tail_k, bh, place,
-             reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h + number * a.k_s, lane);
-    keep<DV>(a, a.sink_v, a.tail_v, bh, place,
-             reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h + number * a.v_s, lane);
+    store_in_window<DK>(a, a.sink_k, a.tail_k, bh, position,
+                        reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h + number * a.k_s, lane);
+    store_in_window<DV>(a, a.sink_v, a.tail_v, bh, position,
+                        reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h + number * a.v_s, lane);
   }
 }
 

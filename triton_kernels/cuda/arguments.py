@@ -1,7 +1,7 @@
 """The single argument of each kernel: structures that mirror those in the sources, and functions that fill them.
 
 A kernel takes its argument by value. The sources declare the same fields in the same order: `AttendArgs` is `Args` in
-`common.cuh`, `StepArgs` is in `attend.cu`, `AppendArgs` in `store.cuh`, `TransformArgs` in `transform.cu`,
+`common.cuh`, `StepArgs` is in `store_in_attend.cuh`, `AppendArgs` in `store.cuh`, `TransformArgs` in `transform.cu`,
 `ProjectArgs` in `project.cu`.
 """
 
@@ -32,7 +32,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in "q k v mask sinks pool address sink_k sink_v tail_k tail_v".split()),
         *((name, ctypes.c_void_p) for name in "length paged out partial counters".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
-        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail teams split".split()),
+        *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail warp_groups assignment".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
         *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale lacking".split()),
         *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
@@ -51,7 +51,7 @@ class AppendArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    _fields_ = [*AttendArgs._fields_, ("store", AppendArgs), ("arrived", ctypes.c_void_p)]
+    _fields_ = [*AttendArgs._fields_, ("append", AppendArgs), ("arrived", ctypes.c_void_p)]
 
 
 class TransformArgs(ctypes.Structure):
@@ -75,8 +75,8 @@ def address(x: torch.Tensor | None) -> int:
 
 
 class Factors(NamedTuple):
-    """A transform's tensors, as kernels need them: addresses of the factors of queries, and of keys or values; and how
-    many numbers lie between one KV head's factors and the next's."""
+    """Addresses of a transform's factors for queries, and for keys or values; the stride from one KV head's factors to the
+    next's, in elements."""
 
     queries: int = 0
     keys: int = 0
@@ -91,7 +91,8 @@ def factors(fused: Fused, tensors: Sequence[torch.Tensor]) -> Factors:
 
 
 class Tables(NamedTuple):
-    """The records of a layer's formats: addresses, and bytes from one KV head's to the next's (0: all heads share it)."""
+    """The records of a layer's formats: addresses, and the stride in bytes from one KV head's to the next's (0: shared by all
+    heads)."""
 
     keys: int
     keys_stride: int
@@ -108,8 +109,8 @@ def tables(store: LayerStore) -> Tables:
     return Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
 
 
-def place_layer(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
-    """Set every field that the layer decides, by name: where its tensors lie, and how many tokens they hold."""
+def set_layer_fields(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
+    """Set the fields that depend only on the layer: addresses of its tensors, and their capacities."""
     state, spec = store.state, store.spec
     pages = state.page_address.shape[1]
     args.pool, args.address = state.pool[0].data_ptr(), state.page_address.data_ptr()
@@ -124,10 +125,11 @@ def place_layer(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
 def append_args(
     chunk: Chunk, store: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
-    """order, count: int32 `[B, S]` and `[B]`; the indices of a padded chunk's real tokens, and how many there are."""
+    """The argument of `append.cu`. order, count: the indices of a padded chunk's real tokens, int32 `[B, S]`, and their
+    number `[B]`."""
     k, v, mask = chunk[1:4]
     args = AppendArgs(k=k.data_ptr(), v=v.data_ptr(), mask=address(mask), order=address(order), count=address(count))
-    place_layer(args, store)
+    set_layer_fields(args, store)
     args.heads, args.tokens = k.shape[1:3]
     args.k_b, args.k_h, args.k_s = k.stride()[:3]
     args.v_b, args.v_h, args.v_s = v.stride()[:3]

@@ -12,7 +12,7 @@ SIDES = (True, False)
 
 
 def divides(fmt: Boosted, head_dim: int, transposed: bool) -> bool:
-    return False  # the boosted channels lie anywhere in the head
+    return False  # boosted channels may be anywhere in the head
 
 
 def needs(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
@@ -25,7 +25,7 @@ def needs(fmt: Boosted, head_dim: int, page_size: int, dtype: torch.dtype, trans
         "encode_boosted.cuh",
         f"BoostedEncoder<{count}, {arguments}, {SCORES.index(fmt.score)}, {fmt.seed}u>",
         8 * (head_dim + columns),
-        lambda piece: 4 * head_dim + columns,
+        lambda kv_tile: 4 * head_dim + columns,
         bits=fmt.bits,
         longer=True,
         queries=3,

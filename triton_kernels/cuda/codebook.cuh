@@ -1,8 +1,8 @@
 // Vector-quantized pages in layout `fragment-1` / `fragment-1t` (`formats/codebook.py`): indices look up operands in shared memory.
 //
-// A codebook lies in shared memory as [entry][REPLICAS] of DIM fp16 numbers, and a lane reads replica `lane % REPLICAS`. If the replicas of an
-// entry fill 128 bytes, lanes that are served together have no bank conflict. An index is masked at a place where its bits already count
-// bytes of an entry, so an address costs a shift, a mask and an addition.
+// A codebook is in shared memory as [entry][REPLICAS] of DIM fp16 numbers, and a lane reads replica `lane % REPLICAS`. If the replicas of an
+// entry fill 128 bytes, lanes of one memory transaction have no bank conflict. An index is masked at a bit position where it already counts
+// bytes, so an address costs a shift, a mask and an addition.
 #pragma once
 #include "common.cuh"
 
@@ -16,7 +16,7 @@ template <> struct Log2<1> {
 template <int DIM, int BITS, int REPLICAS> struct Table {
   static constexpr int ENTRY = 2 * DIM, SHIFT = Log2<ENTRY * REPLICAS>::value, BYTES = ENTRY * REPLICAS << BITS;
 
-  // Called by the threads of a crew. The caller waits for the copies.
+  // Called by all threads that share the table. The caller waits for the copies.
   static __device__ __forceinline__ void fill(u32 table, const u8* codebook, int thread, int threads) {
     if constexpr (REPLICAS == 1)
       for (int i = thread; i < BYTES / 16; i += threads) cp16(table + 16 * i, codebook + 16 * i);
@@ -29,7 +29,7 @@ template <int DIM, int BITS, int REPLICAS> struct Table {
       }
   }
 
-  // The address, in the lane's table at `table`, of the entry that index `n` of a stream of words names.
+  // The address of the entry for index `n` of a stream of words, in the lane's table at `table`.
   static __device__ __forceinline__ u32 entry(u32 table, const u32* w, int n) {
     const int word = n * BITS / 32, bit = n * BITS % 32;
     if constexpr (BITS == 8) return table + (byte_of(w[word], bit / 8) << SHIFT);
@@ -44,7 +44,7 @@ template <int DIM, int BITS, int REPLICAS> struct Table {
 template <int DIM, int BITS, int D> struct Stream {
   static constexpr int WORDS = D / DIM * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
   static constexpr int BYTES = 128 * WORDS;  // bytes of all lanes
-  static_assert(SLICES == 1 || V == 4, "a slice begins with a load, whatever the number of words");
+  static_assert(SLICES == 1 || V == 4, "a slice begins with a load, for any number of words");
   static_assert(D / DIM * BITS % 32 == 0, "formats.Codebook.in_lanes");
 
   u32 w[WORDS];
@@ -58,8 +58,8 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
   static constexpr bool NORMALISED = true;  // needs q as fp16 of magnitude at most 1
-  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * S::BYTES, SECOND = SLOT, TABLE = T::BYTES,
-                       PART = PAGE / 32 * SLICES * S::BYTES;
+  static constexpr int GROUPS = 1, LIFT = 0, STAGE_BYTES = KV_TILE / 32 * S::BYTES, SECOND_STAGE_BYTES = STAGE_BYTES,
+                       TABLE_BYTES = T::BYTES, PART_BYTES = PAGE / 32 * SLICES * S::BYTES;
 
   u32 q[NT][D / 8];  // right operand
   float c[NT][2];    // factor of the scores of columns 2 t, 2 t + 1
@@ -82,12 +82,12 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
     }
   }
 
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const {
-    copy_codes<S::BYTES>(in_unit(limit), slot, part, token, lane);
+  __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, bool, int limit, int lane) const {
+    copy_codes<S::BYTES>(in_work_tile(limit), stage, part, token, lane);
   }
   __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
 
-  // The left operand over channels 16 c and up of 16 tokens (half h of 32).
+  // The left operand over channels from 16 c on, for 16 tokens (half h of 32).
   __device__ __forceinline__ void operand(u32* a, const S& s, int c, int h) const {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -110,12 +110,12 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
     }
   }
 
-  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32, int lane) {
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32, int lane) {
     constexpr int STEP = DIM == 8 ? 2 : 1;
 #pragma unroll
-    for (int blk = 0; blk < PT / 32; blk++) {
+    for (int blk = 0; blk < KV_TILE / 32; blk++) {
       S stream;
-      stream.load(slot + blk * S::BYTES, lane);
+      stream.load(stage + blk * S::BYTES, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -140,12 +140,13 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   __device__ __forceinline__ float offset(int, int, int) const { return 0.f; }
 };
 
-// An entry holds channels of one token, but an operand needs tokens side by side, so two entries are interleaved. A lane then has the channels
-// of a sub-vector, not those of `channel_of`. So sums over pages have their own order of channels (`channel`).
+// An entry holds channels of one token, but an operand needs neighbouring tokens, so two entries are interleaved. A lane then has the channels of
+// a sub-vector instead of those of `channel_of`. So sums over pages have their own order of channels (`channel`).
 template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   using T = Table<DIM, BITS, REPLICAS>;
   using S = Stream<DIM, BITS, D>;
-  static constexpr int SLOT = PT / 32 * S::BYTES, SCRATCH = 0, TABLE = T::BYTES, PART = PAGE / 32 * SLICES * S::BYTES;
+  static constexpr int STAGE_BYTES = KV_TILE / 32 * S::BYTES, SCRATCH_BYTES = 0, TABLE_BYTES = T::BYTES,
+                       PART_BYTES = PAGE / 32 * SLICES * S::BYTES;
   static constexpr float SUM_UNIT = 1.f;
   static constexpr bool OWN_ORDER = true;
   static __device__ __forceinline__ constexpr int channel(int k, int j, int g) {
@@ -159,18 +160,18 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   }
   __device__ __forceinline__ void find(u32 at, int lane) { table = at + lane % REPLICAS * T::ENTRY; }
   __device__ __forceinline__ void begin() {}
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
-    copy_codes<S::BYTES>(in_unit(limit), slot, part, token, lane);
+  __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, int limit, int lane) const {
+    copy_codes<S::BYTES>(in_work_tile(limit), stage, part, token, lane);
   }
   __device__ __forceinline__ void weigh(u32, u32, int, int) {}
   __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
 
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int,
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32, int,
                                       int lane) {
 #pragma unroll
-    for (int blk = 0; blk < PT / 32; blk++) {
+    for (int blk = 0; blk < KV_TILE / 32; blk++) {
       S stream;
-      stream.load(slot + blk * S::BYTES, lane);
+      stream.load(stage + blk * S::BYTES, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         u32 p[NT][2];

@@ -9,9 +9,9 @@ from .needs import Needs, slices
 
 #: as keys, as values
 SIDES = (True, True)
-#: replicas of a codebook's entry fill this many bytes, so that lanes that are served together have no bank conflict;
-#: and the bytes of shared memory that a codebook may take (large codebooks get fewer replicas, at least one)
-LANES_BYTES, MOST_TABLE = 128, 64 * 1024
+#: bytes that the replicas of a codebook entry fill, so that lanes of one memory transaction have no bank conflict; largest
+#: size of a codebook in shared memory, in bytes (large codebooks get fewer replicas, at least one)
+LANES_BYTES, MAX_TABLE = 128, 64 * 1024
 
 
 def divides(fmt: Codebook, head_dim: int, transposed: bool) -> bool:
@@ -20,7 +20,7 @@ def divides(fmt: Codebook, head_dim: int, transposed: bool) -> bool:
 
 
 def needs(fmt: Codebook, head_dim: int, page_size: int, dtype: torch.dtype, transposed: bool) -> Needs:
-    copies = max(min(LANES_BYTES, MOST_TABLE >> fmt.bits) // (2 * fmt.dim), 1)
+    copies = max(min(LANES_BYTES, MAX_TABLE >> fmt.bits) // (2 * fmt.dim), 1)
     own = head_dim // slices(head_dim)
     arguments = f"{fmt.dim}, {fmt.bits}"
     return Needs(
@@ -29,7 +29,7 @@ def needs(fmt: Codebook, head_dim: int, page_size: int, dtype: torch.dtype, tran
         "encode_codebook.cuh",
         f"CodebookEncoder<{arguments}, {head_dim}, {str(transposed).lower()}>",
         4 * own * fmt.bits // fmt.dim,
-        lambda piece: 0,
+        lambda kv_tile: 0,
         bits=-(-fmt.bits // fmt.dim),
         table=2 * fmt.dim * copies << fmt.bits,
     )

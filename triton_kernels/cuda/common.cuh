@@ -22,21 +22,21 @@ using u64 = unsigned long long;
 #define SLICES 1
 #endif
 
-// Marks code that most launches do not reach, or only one warp: it is kept out of line. After another kernel a launch finds no instruction
-// in a cache, so every instruction on its way costs a load.
+// Marks code that most launches do not reach, or only one warp executes: it is not inlined. After another kernel the instruction cache is
+// cold, so every instruction on the common path costs a load.
 #define COLD __device__ __noinline__
 
-constexpr int ROWS = 8 * NT;  // columns of a product: the query rows (heads x tokens) for which a team of warps attends
-// SPREAD: at most four query rows, in every other column. Then each lane has the scores of one row. Side by side, half of the lanes would
-// have two rows and the others none. COLUMNS_USED: how many of a lane's two columns; EVERY: the step over a lane's four numbers.
+constexpr int ROWS = 8 * NT;  // columns of a product: the query rows (heads x tokens) of a warp group
+// SPREAD: at most four query rows, in every other column. Then each lane has the scores of one row. In adjacent columns half of the lanes
+// would have two rows and the others none. COLUMNS_USED: how many of a lane's two columns; EVERY: the step over a lane's four numbers.
 constexpr int COLUMNS_USED = SPREAD ? 1 : 2, EVERY = SPREAD ? 2 : 1;
 #ifdef PAGE
-// Tokens that a warp takes at a time, in two pieces; and whether a unit may hold fewer tokens.
-constexpr int UNIT = 2 * PT;
-constexpr bool PARTIAL = DIRECT || PAGE % UNIT != 0;
-// `limit`: tokens from a piece's first one on. Returns whether the unit exists. Its second piece may have no tokens; something is copied for it
-// all the same, from another place, because a weight of 0 times NaN is NaN.
-__device__ __forceinline__ bool in_unit(int limit) { return limit > -PT; }
+// Tokens of a work tile, which a warp takes at a time: two KV tiles of KV_TILE tokens. PARTIAL: work tiles may hold fewer tokens.
+constexpr int WORK_TILE = 2 * KV_TILE;
+constexpr bool PARTIAL = DIRECT || PAGE % WORK_TILE != 0;
+// Whether a work tile exists. limit: the number of tokens from the KV tile's first token on. The second KV tile of a work tile may have no
+// tokens. It is copied anyway, from another page, because a weight of 0 times NaN is NaN.
+__device__ __forceinline__ bool in_work_tile(int limit) { return limit > -KV_TILE; }
 #endif
 constexpr float LOWEST = -1e30f;  // the maximum over nothing: finite, so that a difference is never NaN
 constexpr float LOG2E = 1.4426950408889634f;
@@ -49,6 +49,9 @@ struct Parameter {
   i64 stride;
 };
 
+// How rows (sequence x KV head) are assigned to warp groups: `plan.cuh`.
+enum Schedule { WORK_RANGES, ROW_SPLITS, WHOLE_ROWS };
+
 struct Args {
   const u8 *q, *k, *v, *mask, *sinks, *pool;
   const i64* address;  // [B, pages]: bytes from pool
@@ -58,14 +61,20 @@ struct Args {
   float* partial;
   int* counters;                                                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
-  int batch, heads, groups, tokens, pages, sink, tail, teams,
-      split;  // split: teams for each row; or, negative, rows for each team (`even_row`); or 0
+  int batch, heads, groups, tokens, pages, sink, tail, warp_groups,
+      assignment;  // `geometry.Assignment.encoded`; read only by the functions below
   float scaling, softcap;
-  const u8* raw_k;  // TRANSFORMED: the chunk's keys as the model made them; `k` receives them transformed
+  const u8* raw_k;                 // TRANSFORMED: the untransformed new keys; `k` receives the transformed ones
   const float *q_scale, *k_scale;  // factors of channels; those of KV head h begin at h * scale_h
   const float* lacking;            // LACKING: [B, Hq, S], added to all products of a query with keys
   i64 raw_b, raw_h, raw_s, scale_h;
   Parameter tables[2];  // codebooks of keys and values, or null
+
+  __device__ __forceinline__ Schedule schedule() const {
+    return assignment == 0 ? WORK_RANGES : assignment < 0 ? WHOLE_ROWS : ROW_SPLITS;
+  }
+  __device__ __forceinline__ int warp_groups_per_row() const { return assignment; }   // ROW_SPLITS
+  __device__ __forceinline__ int rows_per_warp_group() const { return -assignment; }  // WHOLE_ROWS
 };
 
 #include "ptx.cuh"
@@ -88,17 +97,17 @@ __device__ __forceinline__ float max_rows(float x) {
   return x;
 }
 
-// Rounds a number to eleven bits, as fp16 does while it is not subnormal. It multiplies instead of masking, because unpacking keeps the units
-// that mask bits busy.
+// Rounds to eleven bits, like a normal fp16 number. It multiplies instead of masking, because unpacking keeps the ALUs for bit operations
+// busy.
 __device__ __forceinline__ float eleven_bits(float x) { return __fmul_rn(x, 8193.f) - x * 8192.f; }
 
-// Channel of row or column `8 j + x` of the operands over channels 16 c and up: `formats/fragment.py`.
+// The channel of row or column `8 j + x` of the operand over channels from 16 c on: `formats/fragment.py`.
 template <int D> __device__ __forceinline__ constexpr int channel_of(int c, int j, int x) {
   return c < D / 32 * 2 ? c / 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1)
                         : D / 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1);
 }
 
-// Copies `BYTES` consecutive bytes, called by a warp; copies nothing if they are not real.
+// Copies `BYTES` consecutive bytes if `real`. Called by a warp.
 template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 target, const u8* source, int lane) {
   const u8* from = opaque(source + lane * 16);
 #pragma unroll
@@ -110,15 +119,16 @@ template <int BYTES> __device__ __forceinline__ void copy_linear(bool real, u32 
 // The warp's slice.
 __device__ __forceinline__ int own_slice() {
   if constexpr (SLICES == 1) return 0;
-  else return (threadIdx.x >> 5) / TEAMS % SLICES;
+  else return (threadIdx.x >> 5) / WARP_GROUPS % SLICES;
 }
-static_assert(SLICES == 1 || PT == 32, "a slice of a piece's codes is one run of bytes in each plane");
+static_assert(SLICES == 1 || KV_TILE == 32, "a slice of a KV tile's codes is one run of bytes in each plane");
 
-// Copies the codes of a piece, of the warp's channels. HIGH, LOW: bytes of 32 tokens of these channels in the first plane, and in the second.
+// Copies the codes of a KV tile, for the warp's channels. HIGH, LOW: bytes of 32 tokens of these channels in the first and second plane.
 template <int HIGH, int LOW = 0>
 __device__ __forceinline__ void copy_codes(bool real, u32 target, const u8* codes, int token, int lane) {
   if constexpr (SLICES == 1 || LOW == 0)
-    copy_linear<PT / 32 * (HIGH + LOW)>(real, target, codes + (token / 32 * SLICES + own_slice()) * (HIGH + LOW), lane);
+    copy_linear<KV_TILE / 32 * (HIGH + LOW)>(real, target, codes + (token / 32 * SLICES + own_slice()) * (HIGH + LOW),
+                                             lane);
   else {
     const u8* block = codes + token / 32 * SLICES * (HIGH + LOW);
     copy_linear<HIGH>(real, target, block + own_slice() * HIGH, lane);

@@ -1,6 +1,6 @@
 """`Operations` by CUDA kernels, with the meaning of `hf_lowbit_kv.storage.reference`.
 
-A step of one token is one launch, which also transforms queries and keys. A full matrix takes a second launch in front.
+A step of one token is one launch, which also transforms queries and keys. A transform by a full matrix is an earlier launch.
 
 Triton's kernels serve long chunks and `read`. They are imported when they are first needed. If Triton cannot launch
 kernels (`toolchain.why_no_launcher`), the decode kernel serves chunks of any length, though slowly, and the reference
@@ -26,7 +26,7 @@ from ...storage.transforms import Transform
 from ..config import FUSED_ROWS
 from ..toolchain import why_no_launcher
 from .arguments import ProjectArgs, TransformArgs, address, append_args, factors
-from .decode_kernel import aligned, attend_kernel, check_dtype, count, inside_for, kernel_for, launches
+from .decode_kernel import aligned, attend_variant, check_dtype, count_launch, kernel_for, kernel_transform, launches
 from .geometry import (
     APPEND_WARPS,
     PROJECT_COLUMNS,
@@ -44,7 +44,7 @@ PROJECTED_ROWS = 4096
 
 
 def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
-    count(name)
+    count_launch(name)
     module.launch(name, grid, threads, *args, shared=shared)
 
 
@@ -79,30 +79,30 @@ class CudaOperations(Operations):
     launches = launches
 
     def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        return self._attend(chunk, store, storing=False)[0]
+        return self._attend(chunk, store, append=False)[0]
 
     def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        """One launch for one token, if `geometry.can_store` allows it."""
-        out, left = self._attend(chunk, store, storing=True)
-        if left is not None:
-            _append(left, store)
+        """One launch for one token, if `geometry.can_append`."""
+        out, unstored = self._attend(chunk, store, append=True)
+        if unstored is not None:
+            _append(unstored, store)
         return out
 
-    def _attend(self, chunk: Chunk, store: LayerStore, storing: bool) -> tuple[torch.Tensor, Chunk | None]:
-        """The output; and the transformed chunk, or `None` if the kernel has stored it (`storing` asks for that, and not
-        every kernel can)."""
+    def _attend(self, chunk: Chunk, store: LayerStore, append: bool) -> tuple[torch.Tensor, Chunk | None]:
+        """The output; and the transformed chunk, or `None` if the kernel has stored it. append: whether it should; not
+        every kernel can."""
         if chunk.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
             from .. import prompt
 
             chunk = _transformed(chunk, store)
             return restored(prompt.attend(chunk, store), store), chunk
-        kernel = kernel_for(chunk, store, storing and chunk.tokens == 1)
+        kernel = kernel_for(chunk, store, append and chunk.tokens == 1)
         if not store.spec.untransformed:
-            chunk = _transformed(chunk, store, keys=kernel.inside is None)
+            chunk = _transformed(chunk, store, keys=kernel.transform is None)
         out, keys = kernel(chunk)
         if not kernel.restores:
             out = restored(out, store)
-        return out, None if kernel.stores else chunk._replace(k=keys)
+        return out, None if kernel.appends else chunk._replace(k=keys)
 
     def append(self, chunk: Chunk, store: LayerStore) -> None:
         _append(transformed_with(transform, chunk._replace(q=None), store), store)
@@ -111,13 +111,12 @@ class CudaOperations(Operations):
         return read(store, max_length)
 
     def expect_steps(self, chunk: Chunk, store: LayerStore, masked: bool) -> None:
-        """Compile the kernels that store this prompt, and those of the decode steps that follow, while the prompt is
-        read."""
+        """Compile the kernels that store this prompt, and those of the decode steps, during prefill."""
         k, v = chunk.k, chunk.v
         expect("append.cu", append_defines(store.spec, k.shape[-1], v.shape[-1], k.dtype), k.device)
-        inside = inside_for(chunk.queries.shape[1] // k.shape[1], store)
-        kernel = attend_kernel(chunk, 1, store, inside, storing=True)._replace(mask=masked)
-        expect("attend.cu", attend_macros(kernel), k.device)
+        fused = kernel_transform(chunk.queries.shape[1] // k.shape[1], store)
+        variant = attend_variant(chunk, 1, store, fused, append=True)._replace(mask=masked)
+        expect("attend.cu", attend_macros(variant), k.device)
 
 
 OPERATIONS = CudaOperations()
@@ -133,8 +132,7 @@ def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _transformed(chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
-    """The transformed chunk. keys: whether to transform its queries and keys too; otherwise the attend kernel does
-    that."""
+    """The transformed chunk. keys: whether to transform its queries and keys here; otherwise the attend kernel does."""
     if keys and _projects(chunk, store.spec):
         return _project(chunk, store)
     return transformed_with(transform, chunk, store, keys)
@@ -143,8 +141,8 @@ def _transformed(chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
 def _projects(chunk: Chunk, spec: LayerSpec) -> bool:
     """Whether one launch multiplies queries and keys by their matrices, and transforms the values."""
     fused = spec.value_transform.fused
-    few = 0 < chunk.k.shape[0] * chunk.query_rows <= PROJECTED_ROWS
-    return spec.key_transform.product and few and fused is not None and not fused.scaled
+    few_rows = 0 < chunk.k.shape[0] * chunk.query_rows <= PROJECTED_ROWS
+    return spec.key_transform.product and few_rows and fused is not None and not fused.scaled
 
 
 def _project(chunk: Chunk, store: LayerStore) -> Chunk:
@@ -173,7 +171,7 @@ def _project(chunk: Chunk, store: LayerStore) -> Chunk:
 
 
 def _append(chunk: Chunk, store: LayerStore) -> None:
-    """`append` for keys and values that are already transformed."""
+    """`append` for transformed keys and values."""
     (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
     check_dtype(k)
     batch, heads, tokens, head_dim_k = k.shape
@@ -192,7 +190,7 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
     if tokens == 1:
         _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)
         return
-    # at most the tail and the chunk are packed, and an open page may come before them
+    # at most the tail and the chunk are packed, after a partial page
     due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
     _launch(module, "append_pages", (rows, due, 2), 32 * APPEND_WARPS, args)
     if spec.sink or spec.tail_size:

@@ -1,5 +1,8 @@
-"""`attend.cu` for the decode steps of one layer. It is chosen, compiled and filled once; each step then sets only what
-changes."""
+"""`attend.cu` for the decode steps of one layer. A `DecodeKernel` is compiled, and its argument filled, once. Each step sets
+only the fields that change.
+
+Words of this file: a *variant* is what a compilation depends on (`modules.AttendVariant`), a *module* a compiled and loaded
+file (`nvrtc.Module`), a *store* a layer's tensors (`LayerStore`), and *append* the storing of new tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
 from ..determinism import fixed_order
 from ..toolchain import why_no_launcher
-from .arguments import AttendArgs, Factors, StepArgs, address, factors, place_layer, tables
-from .geometry import grid_size, rows_of_teams
-from .modules import AttendKernel, attend_module, properties
+from .arguments import AttendArgs, Factors, StepArgs, address, factors, set_layer_fields, tables
+from .geometry import Sinks, assign_rows, grid_size
+from .modules import AttendVariant, attend_module, properties
 from .needs import slices
 
 DTYPES = (torch.float16, torch.bfloat16)
-#: query rows of a KV head up to which the kernel transforms queries and keys itself. It repeats the work for every 8 or
-#: 16 rows
-TRANSFORM_INSIDE = 16
-#: blocks of query rows that a launch can have
+#: the kernel itself transforms queries and keys for up to this many query rows of a KV head. It repeats the work for every
+#: 8 or 16 rows
+MAX_TRANSFORMED_ROWS = 16
+#: largest number of row blocks of a launch (the grid's second axis)
 MAX_ROW_BLOCKS = 65535
 #: number of launches since import, by kernel name: tests assert that kernels ran
 launches: dict[str, int] = {}
 
 
-def count(kernel: str) -> None:
+def count_launch(kernel: str) -> None:
     """Count a launch."""
     name = f"{kernel}_kernel"
     launches[name] = launches.get(name, 0) + 1
@@ -46,33 +49,34 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def counters_for(state: LayerState, count: int) -> torch.Tensor:
-    """At least `count` int32 zeros. Every launch leaves them as zeros. They belong to the layer: launches on one layer
-    follow each other, and captured graphs keep the address. Long chunks need more counters and get a new tensor."""
+    """At least `count` int32 zeros. Every launch resets them to zero. They belong to the layer: launches on one layer are
+    serial, and captured graphs keep the address. Long chunks need more counters and get a new tensor."""
     return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
 
 
-class Inside(NamedTuple):
+class KernelTransform(NamedTuple):
     """The transform that the kernel applies to queries and keys before it attends."""
 
     fused: Fused
     factors: Factors
 
 
-def inside_for(rows: int, store: LayerStore) -> Inside | None:
-    """The transform that the kernel applies to queries and keys if a KV head has this many query rows; `None`: no
-    transform."""
+def kernel_transform(rows: int, store: LayerStore) -> KernelTransform | None:
+    """The transform that the kernel applies to queries and keys if a KV head has `rows` query rows, or `None`."""
     spec, fused = store.spec, store.spec.key_transform.fused
-    if spec.untransformed or spec.key_transform.identity or fused is None or rows > TRANSFORM_INSIDE:
+    if spec.untransformed or spec.key_transform.identity or fused is None or rows > MAX_TRANSFORMED_ROWS:
         return None
-    return Inside(fused, factors(fused, store.tensors()["key_transform"]))
+    return KernelTransform(fused, factors(fused, store.tensors()["key_transform"]))
 
 
-def attend_kernel(chunk: Chunk, tokens: int, store: LayerStore, inside: Inside | None, storing: bool) -> AttendKernel:
-    """The kernel to compile for chunks like this one that have `tokens` tokens. storing: whether the kernel stores the chunk
-    too."""
+def attend_variant(
+    chunk: Chunk, tokens: int, store: LayerStore, transform: KernelTransform | None, append: bool
+) -> AttendVariant:
+    """The variant for chunks like this one, but of `tokens` tokens. append: whether the kernel should also store the
+    chunk."""
     q, k, v, spec = chunk.queries, chunk.k, chunk.v, store.spec
     rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
-    return AttendKernel(
+    return AttendVariant(
         spec=spec,
         head_dim_k=k.shape[-1],
         head_dim_v=v.shape[-1],
@@ -80,54 +84,63 @@ def attend_kernel(chunk: Chunk, tokens: int, store: LayerStore, inside: Inside |
         rows=min(rows, 16),
         heads=heads,
         mask=chunk.mask is not None,
-        sinks=0 if chunk.sinks is None else 1 if chunk.sinks.dtype == q.dtype else 2,
+        sinks=_sinks(chunk),
         softcap=chunk.softcap is not None,
         lacking=spec.key_transform.centered and chunk.shifts_matter,
-        transform=inside and inside.fused,
+        transform=transform and transform.fused,
         ordered=fixed_order(),
-        store=storing,
+        append=append,
         per_head=tables(store).per_head,
         restores=spec.value_transform.own_inverse(v.shape[-1]),
         device=q.device,
     )
 
 
+def _sinks(chunk: Chunk) -> Sinks:
+    if chunk.sinks is None:
+        return Sinks.NONE
+    return Sinks.MODEL_DTYPE if chunk.sinks.dtype == chunk.queries.dtype else Sinks.FLOAT32
+
+
 class DecodeKernel:
     """The kernel for one kind of chunk of one layer.
 
-    `kernel_for` keeps it with the layer. It holds addresses of the layer's tensors, so the layer drops it when tensors
+    `kernel_for` caches it with the layer. It holds addresses of the layer's tensors, so the layer drops it when tensors
     are replaced.
 
     Args:
-        chunk: an example of that kind. storing: whether a chunk of one token is stored too, if the kernel can (`stores`).
+        chunk: an example of that kind.
+        append: whether the kernel should also store a chunk of one token. `appends` is whether it does.
 
     Raises:
         ValueError: the kernel does not compute in this dtype, or the chunk is too long.
     """
 
-    def __init__(self, chunk: Chunk, store: LayerStore, storing: bool):
+    def __init__(self, chunk: Chunk, store: LayerStore, append: bool):
         q, k = chunk.queries, chunk.k
         check_dtype(q)
         (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], chunk.v.shape[-1]
         state, spec, rows = store.state, store.spec, chunk.query_rows
-        self.inside = inside_for(rows, store)
-        kernel = attend_kernel(chunk, tokens, store, self.inside, storing)
-        self.restores = kernel.restores
-        self._module, choice, self._shared, self.stores = attend_module(kernel)
-        row_block = 8 * choice.row_tiles
+        self.transform = kernel_transform(rows, store)
+        variant = attend_variant(chunk, tokens, store, self.transform, append)
+        self.restores = variant.restores
+        self._module, shape, self._shared, self.appends = attend_module(variant)
+        row_block = 8 * shape.row_tiles
         row_blocks = -(-rows // row_block)
         if row_blocks > MAX_ROW_BLOCKS:
             raise ValueError(
                 f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // (q_heads // heads)} "
                 f"(prefill_chunk_size=...), because {why_no_launcher()}"
             )
-        # no more teams than can have work. Only the GPU knows how many tokens rows hold
+        # no more warp groups than can have work. Only the GPU knows the lengths of rows
         pages, programs = state.page_address.shape[1], batch * heads
-        most = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
-        slots = max(properties(q.device).multi_processor_count * choice.teams // row_blocks, 1)
-        teams = min(grid_size(slots, programs), most)
-        self._grid, self._threads = (-(-teams // choice.teams), row_blocks, 1), 32 * choice.teams * choice.warps
-        shared_rows = 0 if teams == 1 else row_blocks * (teams + programs) * row_block  # a single team shares no row
+        max_warp_groups = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
+        slots = max(properties(q.device).multi_processor_count * shape.warp_groups // row_blocks, 1)
+        warp_groups = min(grid_size(slots, programs), max_warp_groups)
+        self._grid = -(-warp_groups // shape.warp_groups), row_blocks, 1
+        self._threads = 32 * shape.warp_groups * shape.warps
+        # a single warp group shares no row
+        shared_rows = 0 if warp_groups == 1 else row_blocks * (warp_groups + programs) * row_block
         self._out, self._partial = (
             (batch, tokens, q_heads, head_dim_v),
             shared_rows * (head_dim_v + 2 * slices(head_dim_v)),
@@ -135,16 +148,16 @@ class DecodeKernel:
         self._state, self._arrived, self._counters = state, row_blocks * programs, row_blocks * programs + 1
         self._strides: tuple | None = None
 
-        args = self._args = StepArgs() if self.stores else AttendArgs()
-        place_layer(args, store)
+        args = self._args = StepArgs() if self.appends else AttendArgs()
+        set_layer_fields(args, store)
         args.batch, args.heads, args.groups, args.tokens = batch, heads, q_heads // heads, tokens
-        args.teams, args.split = teams, rows_of_teams(teams, programs)
-        if self.inside is not None:
-            args.q_scale, args.k_scale, args.scale_h = self.inside.factors
+        args.warp_groups, args.assignment = warp_groups, assign_rows(warp_groups, programs).encoded
+        if self.transform is not None:
+            args.q_scale, args.k_scale, args.scale_h = self.transform.factors
         if isinstance(args, StepArgs):
-            self._store = args.store
-            place_layer(self._store, store)
-            self._store.heads, self._store.tokens = heads, tokens
+            self._append_args = args.append
+            set_layer_fields(self._append_args, store)
+            self._append_args.heads, self._append_args.tokens = heads, tokens
 
     def __call__(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the chunk's keys as they are stored."""
@@ -160,7 +173,7 @@ class DecodeKernel:
         out = torch.empty(self._out, dtype=q.dtype, device=device)
         partial = torch.empty(self._partial, dtype=torch.float32, device=device)
         counters = counters_for(self._state, self._counters)
-        if self.inside is not None:
+        if self.transform is not None:
             keys = torch.empty(k.shape, dtype=k.dtype, device=device)
             args.raw_k = k.data_ptr()
         args.q, args.k, args.v, args.out = q.data_ptr(), keys.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -169,34 +182,34 @@ class DecodeKernel:
         args.lacking = address(lacking)
         args.partial, args.counters = partial.data_ptr(), counters.data_ptr()
         if isinstance(args, StepArgs):
-            store = self._store
-            store.k, store.v, store.mask = args.k, args.v, args.mask
+            append = self._append_args
+            append.k, append.v, append.mask = args.k, args.v, args.mask
             args.arrived = args.counters + 4 * self._arrived
-        count("attend")
+        count_launch("attend")
         self._module.launch("attend", self._grid, self._threads, args, shared=self._shared)
         return out, keys
 
     def _set_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Fill in the strides of these tensors: rows, heads and tokens."""
+        """Set the strides of these tensors: of sequences, heads and tokens."""
         self._strides = q.stride(), k.stride(), v.stride(), mask is not None and mask.stride()
         args = self._args
         args.q_b, args.q_h, args.q_s = q.stride()[:3]
         args.raw_b, args.raw_h, args.raw_s = k.stride()[:3]
-        # keys that the kernel transforms go to a tensor of their own
-        stored = k.stride()[:3] if self.inside is None else torch.empty(k.shape, device="meta").stride()[:3]
+        # the kernel writes transformed keys to a new contiguous tensor
+        stored = k.stride()[:3] if self.transform is None else torch.empty(k.shape, device="meta").stride()[:3]
         args.k_b, args.k_h, args.k_s = stored
         args.v_b, args.v_h, args.v_s = v.stride()[:3]
         if mask is not None:
             args.mask_b, args.mask_s = mask.stride()
         if isinstance(args, StepArgs):
-            store = self._store
-            store.k_b, store.k_h, store.k_s = stored
-            store.v_b, store.v_h, store.v_s = v.stride()[:3]
-            store.mask_b = args.mask_b
+            append = self._append_args
+            append.k_b, append.k_h, append.k_s = stored
+            append.v_b, append.v_h, append.v_s = v.stride()[:3]
+            append.mask_b = args.mask_b
 
 
-def kernel_for(chunk: Chunk, store: LayerStore, storing: bool) -> DecodeKernel:
-    """The kernel for such chunks of the layer: the one that the layer holds, or a new one."""
+def kernel_for(chunk: Chunk, store: LayerStore, append: bool) -> DecodeKernel:
+    """The kernel for chunks of this kind: the layer's cached kernel, or a new one."""
     q, k, v, mask, _, softcap, sinks, *_ = chunk
     assert q is not None
     kind = (
@@ -205,12 +218,12 @@ def kernel_for(chunk: Chunk, store: LayerStore, storing: bool) -> DecodeKernel:
         mask is None,
         None if sinks is None else sinks.dtype,
         softcap is None,
-        storing,
+        append,
         fixed_order(),
     )
     if (kernel := store.kernels.get(kind)) is None:
-        kernel = DecodeKernel(chunk, store, storing)
-        # longer chunks would leave the layer with one kernel for each of their lengths
+        kernel = DecodeKernel(chunk, store, append)
+        # not for longer chunks: the layer would cache one kernel per length
         if chunk.query_rows <= FUSED_ROWS["cuda"]:
             store.kernels[kind] = kernel
     return kernel

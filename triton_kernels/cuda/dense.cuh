@@ -1,19 +1,19 @@
-// Pages of `formats.dense`: tokens as the window has them.
+// Pages of `formats.dense`: tokens in the model's dtype, like those of the window.
 #pragma once
 #include "model_tokens.cuh"
 
 template <int D> struct DenseKeys {
   static constexpr bool NORMALISED = false;
-  static constexpr int GROUPS = 1, LIFT = 0, SLOT = PT / 32 * Dense<D>::BLOCK, SECOND = SLOT,
-                       PART = PAGE * SLICES * D * 2;
+  static constexpr int GROUPS = 1, LIFT = 0, STAGE_BYTES = KV_TILE / 32 * Dense<D>::BLOCK,
+                       SECOND_STAGE_BYTES = STAGE_BYTES, PART_BYTES = PAGE * SLICES * D * 2;
   float c;
 
   __device__ __forceinline__ void begin(u32, const float*, const float*, float scale, int) { c = scale; }
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool, int limit, int lane) const {
+  __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, bool, int limit, int lane) const {
 #pragma unroll
-    for (int blk = 0; blk < PT / 32; blk++)
+    for (int blk = 0; blk < KV_TILE / 32; blk++)
       Dense<D>::copy(
-          slot + blk * Dense<D>::BLOCK,
+          stage + blk * Dense<D>::BLOCK,
           [&](int j, bool& keep) {
             const int i = blk * 32 + lane / 4 * 4 + j;
             keep = i < limit;
@@ -22,28 +22,30 @@ template <int D> struct DenseKeys {
           lane);
   }
   __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
-  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32 rows, int lane) {
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32 rows, int lane) {
 #pragma unroll
-    for (int blk = 0; blk < PT / 32; blk++) Dense<D>::scores(s + 2 * blk, slot + blk * Dense<D>::BLOCK, rows, lane);
+    for (int blk = 0; blk < KV_TILE / 32; blk++)
+      Dense<D>::scores(s + 2 * blk, stage + blk * Dense<D>::BLOCK, rows, lane);
   }
   __device__ __forceinline__ float factor(int, int, int) const { return c; }
   __device__ __forceinline__ float offset(int, int, int) const { return 0.f; }
 };
 
 template <int D> struct DenseValues {
-  static constexpr int SLOT = PT / 32 * Dense<D>::BLOCK, SCRATCH = 0, PART = PAGE * SLICES * D * 2;
+  static constexpr int STAGE_BYTES = KV_TILE / 32 * Dense<D>::BLOCK, SCRATCH_BYTES = 0,
+                       PART_BYTES = PAGE * SLICES * D * 2;
   static constexpr float SUM_UNIT = 1.f;
 
   __device__ __forceinline__ void begin() {}
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, int limit, int lane) const {
-    DenseKeys<D>().copy(slot, part, token, false, limit, lane);
+  __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, int limit, int lane) const {
+    DenseKeys<D>().copy(stage, part, token, false, limit, lane);
   }
   __device__ __forceinline__ void weigh(u32, u32, int, int) {}
   __device__ __forceinline__ float exponent(int, int) const { return 0.f; }
-  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 slot, u32, int,
+  __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32, int,
                                       int lane) {
 #pragma unroll
-    for (int blk = 0; blk < PT / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, slot + blk * Dense<D>::BLOCK, lane);
+    for (int blk = 0; blk < KV_TILE / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, stage + blk * Dense<D>::BLOCK, lane);
   }
   __device__ __forceinline__ void decay(int, int, float) {}
   __device__ __forceinline__ void finish(float (*)[NT][4]) {}

@@ -15,4 +15,4 @@ def needs(fmt: Dense, head_dim: int, page_size: int, dtype: torch.dtype, transpo
     own = head_dim // slices(head_dim)
     struct = f"Dense{'Values' if transposed else 'Keys'}<{own}>"
     encoder = f"DenseEncoder<{head_dim}>"
-    return Needs("dense.cuh", struct, "encode_dense.cuh", encoder, 64 * own, lambda piece: 0, queries=1)
+    return Needs("dense.cuh", struct, "encode_dense.cuh", encoder, 64 * own, lambda kv_tile: 0, queries=1)

@@ -2,8 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-// The factor by which decoded numbers are too small. With CONVERT (sm89 and later) an instruction converts. Otherwise bits are moved: sign,
-// exponent and mantissa, put in their places, are the number times 2^-8, subnormals included.
+// Decoded numbers are CODE times too small. With CONVERT (sm89 and later) an instruction converts. Otherwise bits are moved: sign, exponent and
+// mantissa in the fields of fp16 are the number times 2^-8, subnormals included.
 constexpr float CODE = CONVERT ? 1.f : 256.f;
 
 // The two numbers in half of a word as two fp16 numbers, each 1 / CODE times its value.
@@ -28,8 +28,8 @@ __device__ __forceinline__ u32 to_e4m3(float x) {
 // A number's magnitude, for a token's maximum. NaN counts as infinity, because maxima ignore NaN.
 __device__ __forceinline__ float e4m3_size(float x) { return fabsf(x) < INF ? fabsf(x) : INF; }
 
-// The scale of a token whose largest magnitude this is. That magnitude becomes 448.
-__device__ __forceinline__ float e4m3_scale(float most) {
-  return most < INF ? fmaxf(__fdiv_rn(most, 448.f), 8.673617379884035e-19f)
-                    : __uint_as_float(0x7fc00000u);  // 2^-60: `LEAST_SCALE`
+// The scale of a token with this largest magnitude, which is mapped to 448.
+__device__ __forceinline__ float e4m3_scale(float largest) {
+  return largest < INF ? fmaxf(__fdiv_rn(largest, 448.f), 8.673617379884035e-19f)
+                       : __uint_as_float(0x7fc00000u);  // 2^-60: `MIN_SCALE`
 }

@@ -1,10 +1,10 @@
-// A crew of threads packs the tokens of a page of one KV head into codes. The result is that of `Format.encode`, bit for bit. An
-// encoder's `Space` is the shared memory that it needs.
+// A warp group packs the tokens of a page of one KV head into codes. The result equals that of `Format.encode`, bit for bit. An encoder's
+// `Space` is its shared memory.
 //
 // A page is packed only once in PAGE tokens, so this code is simple rather than fast: a thread collects the codes of a word.
 #pragma once
 #include "common.cuh"
-#include "crew.cuh"
+#include "warp_group.cuh"
 
 constexpr float FP16_MAX = 65504.f;
 
@@ -12,8 +12,8 @@ struct Meta {
   float scale, zero;
 };
 
-// Tokens of one row and head by index, sink tokens not counted. Tokens before `first` are in the tail ring. Later tokens are in the
-// chunk, in which token `first` has the number `skipped`.
+// Tokens of one row (sequence x KV head) by index, not counting sink tokens. Tokens before `first` are in the tail ring. Token `first` is token
+// number `skipped` of the chunk, without padding.
 struct Source {
   const u16 *tail, *chunk;
   const int* order;
@@ -28,7 +28,7 @@ struct Source {
   }
 };
 
-// Store scale and zero point of a group with values from `low` to `high`, at index `at`. levels: the largest code.
+// Stores scale and zero point of a group with values from `low` to `high`, at index `at`. levels: the largest code.
 __device__ __forceinline__ void fit(u8* scales, u8* zeros, Meta* meta, int at, float low, float high, float levels) {
   const u16 s = half_bits(fminf(__fdiv_rn(high - low, levels), FP16_MAX));
   const u16 z = half_bits(fminf(fmaxf(low, -FP16_MAX), FP16_MAX) + 0.f);  // adding 0 turns -0 into 0

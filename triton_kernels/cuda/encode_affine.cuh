@@ -1,4 +1,4 @@
-// Packing tokens as integers (`formats/affine.py`): see encode.cuh.
+// Packs tokens as integers (`formats/affine.py`): see encode.cuh.
 #pragma once
 #include "affine.cuh"
 #include "encode.cuh"
@@ -13,43 +13,44 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
   static constexpr int WORDS = C::WORDS, V = C::V;
 
   // Tokens [low, high) of a page whose token 0 has index `base`; per channel all of them.
-  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew,
-                                void* space) {
+  static __device__ void encode(u8* part, const Source& source, int low, int high, int base,
+                                const WarpGroup& warp_group, void* space) {
     Meta* meta = static_cast<Space*>(space)->meta;
-    const int warp = crew.thread >> 5, lane = crew.thread & 31;
+    const int warp = warp_group.thread >> 5, lane = warp_group.thread & 31;
     if constexpr (CHANNEL) {
-      for (int i = crew.thread; i < GROUPS * D; i += CREW) {
-        float least = INF, most = -INF;
+      for (int i = warp_group.thread; i < GROUPS * D; i += WARP_GROUP_THREADS) {
+        float lowest = INF, highest = -INF;
         for (int n = 0; n < GROUP; n++) {
           const float x = to_float(source.token(base + i / D * GROUP + n)[i % D]);
-          least = fminf(least, x);
-          most = fmaxf(most, x);
+          lowest = fminf(lowest, x);
+          highest = fmaxf(highest, x);
         }
-        fit(part + SCALE_AT, part + ZERO_AT, meta, i, least, most, LEVELS);
+        fit(part + SCALE_AT, part + ZERO_AT, meta, i, lowest, highest, LEVELS);
       }
     } else {
       for (int i = low * GROUPS + warp; i < high * GROUPS; i += WARPS) {
         const u16* x = source.token(base + i / GROUPS) + i % GROUPS * GROUP;
-        float least = INF, most = -INF;
+        float lowest = INF, highest = -INF;
         for (int n = lane; n < GROUP; n += 32) {
-          least = fminf(least, to_float(x[n]));
-          most = fmaxf(most, to_float(x[n]));
+          lowest = fminf(lowest, to_float(x[n]));
+          highest = fmaxf(highest, to_float(x[n]));
         }
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {
-          least = fminf(least, __shfl_xor_sync(~0u, least, d));
-          most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+          lowest = fminf(lowest, __shfl_xor_sync(~0u, lowest, d));
+          highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, d));
         }
-        if (lane == 0) fit(part + SCALE_AT, part + ZERO_AT, meta, i, least, most, LEVELS);
+        if (lane == 0) fit(part + SCALE_AT, part + ZERO_AT, meta, i, lowest, highest, LEVELS);
       }
     }
-    crew.meet();
+    warp_group.sync();
     u32* words = reinterpret_cast<u32*>(part);
-    for (int i = low / 32 * 32 * WORDS + crew.thread; i < (high + 31) / 32 * 32 * WORDS; i += CREW) {
+    for (int i = low / 32 * 32 * WORDS + warp_group.thread; i < (high + 31) / 32 * 32 * WORDS;
+         i += WARP_GROUP_THREADS) {
       const int block = i / (32 * WORDS), word = i / (32 * V) % (WORDS / V) * V + i % V, owner = i / V % 32,
                 g = owner >> 2, t = owner & 3;
       u32 taken = 0, value = 0;
-      // A field of 16 channels c: element e, register 2 upper + odd, operand h; its width, its place, and bits of the code below it.
+      // Adds a field of 16 channels c: element e, register 2 upper + odd, operand h; its width, its bit position, and bits of the code below it.
       auto put = [&](int c, int e, int odd, int upper, int h, int width, int at, int below) {
         const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g,
                   channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
@@ -85,6 +86,6 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
       }
       if (taken) words[i] = ~taken ? (words[i] & ~taken) | value : value;
     }
-    crew.meet();
+    warp_group.sync();
   }
 };

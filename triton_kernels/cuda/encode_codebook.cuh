@@ -1,16 +1,16 @@
-// Packing with a codebook: the nearest entry, as `formats/codebook.py` defines it. See encode.cuh.
+// Packs with a codebook: the index of the nearest entry (`formats/codebook.py`). See encode.cuh.
 #pragma once
 #include "encode.cuh"
 
 // Tensor cores compare entries up to rounding: x . c - |c|^2 / 2 is largest for the nearest entry c. They do so for classes of entries; a
-// class is a lane's share of TILES products. Then distances are computed exactly as defined, for the class of the nearest entry. If
-// rounding may hide an equally near entry of another class (one sub-vector in thousands), they are computed for all entries.
+// class is a lane's entries of TILES products. Then distances are computed exactly as defined, for the class of the nearest entry. If rounding
+// may hide an equally near entry of another class (one sub-vector in thousands), they are computed for all entries.
 template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
   static constexpr int COUNT = D / DIM, WORDS = COUNT * BITS / 32, V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
   // Sub-vectors that a warp takes at a time; a lane has MINE of them. More sub-vectors use a loaded entry more often, and need more registers.
   static constexpr int ENTRIES = 1 << BITS, VECTORS = ENTRIES >= 1024 ? 64 : 32, N = VECTORS / 8, MINE = VECTORS / 32;
   static constexpr int TILES = ENTRIES >= 1024 ? 8 : ENTRIES >= 128 ? 4 : 1;
-  static_assert(32 * COUNT % VECTORS == 0, "a warp's share of 32 tokens");
+  static_assert(32 * COUNT % VECTORS == 0, "the sub-vectors of 32 tokens are divided among warps");
   struct Space {
     u16 codes[32 * COUNT];
   };
@@ -33,7 +33,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
         half_square[j] = entry < ENTRIES ? 0.5f * x : INF;
       }
     }
-    // How near the entries are to eight sub-vectors (right operand b).
+    // The nearness of the entries to eight sub-vectors (right operand b).
     __device__ __forceinline__ void nearness(float* d, u32 b) const {
       const float c[4] = {-half_square[0], -half_square[0], -half_square[1], -half_square[1]};
       mma_from(d, a, b, 0u, c);
@@ -108,8 +108,8 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     return code;
   }
 
-  // Combines the results of eight lanes, which have different classes, for a sub-vector: the class of its nearest entry (named by the class's
-  // first entry), how near that entry is, and how near the best entry of any other class is.
+  // Combines the results of eight lanes with different classes, for a sub-vector: the class of its nearest entry (identified by the class's first
+  // entry), the nearness of that entry, and the largest nearness of any other class.
   struct Nearest {
     float best = -INF, second = -INF;
     int class_ = 0;
@@ -128,12 +128,12 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   };
 
-  // The codes of sub-vectors `first` and up of a block whose token 0 has index `base`. Called by a warp.
+  // Computes the codes of sub-vectors from `first` on, of a block whose token 0 has index `base`. Called by a warp.
   static __device__ void search(u16* codes, const Source& source, int base, int first, int lane) {
     const int g = lane >> 2, t = lane & 3;
     u32 b[N];
     float largest = 0.f;
-    Nearest found[N][2];  // of sub-vectors 8 * n + 2 * t and the next
+    Nearest nearest_of[N][2];  // of sub-vectors 8 * n + 2 * t and the next
 #pragma unroll
     for (int n = 0; n < N; n++) {
       const u16* x = vector(source, base, first + 8 * n + g);
@@ -161,7 +161,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) found[n][i].add(nearest[n][i], e + g);
+        for (int i = 0; i < 2; i++) nearest_of[n][i].add(nearest[n][i], e + g);
     }
     largest = 2.f * max_rows(largest);
 #pragma unroll
@@ -169,51 +169,51 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
       Nearest mine;
 #pragma unroll
       for (int v = j; v < 2 * N; v += MINE) {
-        found[v / 2][v % 2].add_lanes();
-        if (g == v / MINE) mine = found[v / 2][v % 2];
+        nearest_of[v / 2][v % 2].add_lanes();
+        if (g == v / MINE) mine = nearest_of[v / 2][v % 2];
       }
       const int v = MINE * g + j, at = first + v / 2 * 8 + 2 * t + v % 2;
       const Vector x(vector(source, base, at));
-      // differences that rounding to 16 bits, and in sums, may hide. Numbers that do not fit into 16 bits count as unclear too
+      // slack: differences that rounding to 16 bits, and in sums, may hide. Numbers outside the range of 16 bits are also unclear
       const float square = x.square(), slack = 0x1p-16f * (square + largest) + 0x1p-22f * sqrtf(largest);
       const bool clear = square < 0x1p31f && mine.second < mine.best - slack;
       if (clear) codes[at] = search_class(x, source.table, mine.class_);
       for (u32 unclear = __ballot_sync(~0u, !clear); unclear; unclear &= unclear - 1) {
-        const int owner = __ffs(unclear) - 1, which = __shfl_sync(~0u, at, owner);
-        const int code = search_all(vector(source, base, which), source.table, lane);
-        if (lane == owner) codes[which] = code;
+        const int owner = __ffs(unclear) - 1, vector_index = __shfl_sync(~0u, at, owner);
+        const int code = search_all(vector(source, base, vector_index), source.table, lane);
+        if (lane == owner) codes[vector_index] = code;
       }
     }
   }
 
   // The position of a lane's index `n` among a block's indices, which are counted token by token.
-  static __device__ __forceinline__ int place(int lane, int n) {
+  static __device__ __forceinline__ int index_position(int lane, int n) {
     const int g = lane >> 2, t = lane & 3;
     if (TRANSPOSED) return (8 * t + 4 * (n & 1) + n / 4 % 2 * 2 + n / 2 % 2) * COUNT + n / 8 * 8 + g;
     const int channel = n / 4 * DIM;
     return (4 * g + n % 4) * COUNT + (channel / 8 * 32 + 8 * t + channel % 8) / DIM;
   }
 
-  static __device__ void encode(u8* part, const Source& source, int low, int high, int base, const Crew& crew,
-                                void* space) {
+  static __device__ void encode(u8* part, const Source& source, int low, int high, int base,
+                                const WarpGroup& warp_group, void* space) {
     u16* codes = static_cast<Space*>(space)->codes;
     for (int block = low / 32; 32 * block < high; block++) {
-      for (int first = (crew.thread >> 5) * VECTORS; first < 32 * COUNT; first += WARPS * VECTORS)
-        search(codes, source, base + 32 * block, first, crew.thread & 31);
-      crew.meet();
+      for (int first = (warp_group.thread >> 5) * VECTORS; first < 32 * COUNT; first += WARPS * VECTORS)
+        search(codes, source, base + 32 * block, first, warp_group.thread & 31);
+      warp_group.sync();
       u32* words = reinterpret_cast<u32*>(part) + block * 32 * WORDS;
-      for (int i = crew.thread; i < 32 * WORDS; i += CREW) {
+      for (int i = warp_group.thread; i < 32 * WORDS; i += WARP_GROUP_THREADS) {
         const int lane = i / V % 32,
                   first = (i / (32 * V) * V + i % V) * 32;  // first bit of the word in the lane's stream
         u32 value = 0;
         for (int n = first / BITS; n * BITS < first + 32; n++) {
-          const u32 x = codes[place(lane, n)];
+          const u32 x = codes[index_position(lane, n)];
           const int at = n * BITS - first;
           value |= at < 0 ? x >> -at : x << at;
         }
         words[i] = value;
       }
-      crew.meet();
+      warp_group.sync();
     }
   }
 };

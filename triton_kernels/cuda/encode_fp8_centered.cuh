@@ -1,4 +1,4 @@
-// Packing a page of keys as FP8 with a center for each channel (`formats/fp8_centered.py`) in layout `fragment-1`: see encode.cuh.
+// Packs a page of keys as FP8 with a center per channel (`formats/fp8_centered.py`) in layout `fragment-1`: see encode.cuh.
 #pragma once
 #include "encode_fp8.cuh"
 
@@ -9,9 +9,10 @@ template <int D, int SCALE_AT, int CENTER_AT> struct Fp8CenteredEncoder {
   };
 
   // A whole page.
-  static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
+  static __device__ void encode(u8* part, const Source& source, int, int, int base, const WarpGroup& warp_group,
+                                void* space) {
     Space& own = *static_cast<Space*>(space);
-    for (int c = crew.thread; c < D; c += CREW) {
+    for (int c = warp_group.thread; c < D; c += WARP_GROUP_THREADS) {
       float low = INF, high = -INF;
       for (int n = 0; n < PAGE; n++) {
         const float x = to_float(source.token(base + n)[c]);
@@ -24,8 +25,8 @@ template <int D, int SCALE_AT, int CENTER_AT> struct Fp8CenteredEncoder {
       reinterpret_cast<u16*>(part + CENTER_AT)[c] = half_bits(center);
       own.center[c] = center;
     }
-    crew.meet();
-    Fp8Encoder<D, SCALE_AT, false>::store(part, 0, PAGE, crew, own.tokens, [&](int token, int c) {
+    warp_group.sync();
+    Fp8Encoder<D, SCALE_AT, false>::store(part, 0, PAGE, warp_group, own.tokens, [&](int token, int c) {
       return __fsub_rn(to_float(source.token(base + token)[c]), own.center[c]);
     });
   }

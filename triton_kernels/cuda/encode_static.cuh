@@ -1,4 +1,4 @@
-// Packing a page in static codes, as `formats/static.py` defines them: means, a scale per token, codes, planes. See encode.cuh.
+// Packs a page in static codes (`formats/static.py`): means, a scale per token, codes, planes. See encode.cuh.
 #pragma once
 #include "encode.cuh"
 #include "static.cuh"
@@ -10,24 +10,24 @@ template <u32... X> struct Thresholds {
 
 // VALUES: tokens have scales, and codes are in the order of values; otherwise the page has means. AT: where these are in the page.
 template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder {
-  static constexpr int PARTS = 4;  // threads that share a channel's sum over a page
+  static constexpr int CHANNEL_THREADS = 4;  // threads that share a channel's sum over a page
   static constexpr int LANE = (D + 31) / 32, EACH = LANE <= 2   ? LANE
                                                     : LANE <= 4 ? 4
                                                     : LANE <= 8 ? 8
                                                                 : 16;  // channels of a lane; to a power of two
   struct Space {
     const u16* tokens[PAGE];
-    float center[D], step[D], off[D], sum[PARTS][D];  // off: what the page's mean takes from a channel
-    u8 codes[32 * D], k[32];                          // of a block of tokens
+    float center[D], step[D], off[D], sum[CHANNEL_THREADS][D];  // off: the page's mean of a channel
+    u8 codes[32 * D], k[32];                                    // of a block of tokens
   };
 
   // 2^((k - 8) / 4), rounded once.
   static __device__ __forceinline__ float scale_of(int k) {
-    const float part = (k & 3) == 0   ? 1.f
-                       : (k & 3) == 1 ? 1.189207115002721f
-                       : (k & 3) == 2 ? 1.4142135623730951f
-                                      : 1.681792830507429f;
-    return part * __uint_as_float((125 + (k >> 2)) << 23);
+    const float fraction = (k & 3) == 0   ? 1.f
+                           : (k & 3) == 1 ? 1.189207115002721f
+                           : (k & 3) == 2 ? 1.4142135623730951f
+                                          : 1.681792830507429f;
+    return fraction * __uint_as_float((125 + (k >> 2)) << 23);
   }
 
   // A token's scale, as k + 8. square: squares of channels 32 i + lane. A warp adds them in the order of `fold_sum` over channels.
@@ -42,32 +42,32 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
     return T::below(total);
   }
 
-  // The distance from the center in steps. It is rounded after every operation, like everything here that decides about bytes.
+  // The distance from the center in steps. Every operation that affects bytes is rounded.
   static __device__ __forceinline__ float steps(const Space& own, int token, int c) {
     return __fdiv_rn(__fsub_rn(to_float(own.tokens[token][c]), own.center[c]), own.step[c]);
   }
 
-  // The value that `Columns` has for channel c.
+  // Calls f with the `Width` of channel c.
   template <class F> static __device__ __forceinline__ void of_channel(int c, const F& f) {
     Columns<D, W...>::of_group(c, f);
   }
 
-  static __device__ void means(u8* part, Space& own, const Crew& crew) {
+  static __device__ void means(u8* part, Space& own, const WarpGroup& warp_group) {
     if constexpr (VALUES) {
-      for (int c = crew.thread; c < D; c += CREW) own.off[c] = 0.f;
-      crew.meet();
+      for (int c = warp_group.thread; c < D; c += WARP_GROUP_THREADS) own.off[c] = 0.f;
+      warp_group.sync();
       return;
     }
-    for (int i = crew.thread; i < PARTS * D; i += CREW)
-      own.sum[i / D][i % D] = fold<PARTS>([&](int n) { return steps(own, n, i % D); }, i / D);
-    crew.meet();
-    for (int c = crew.thread; c < D; c += CREW) {
+    for (int i = warp_group.thread; i < CHANNEL_THREADS * D; i += WARP_GROUP_THREADS)
+      own.sum[i / D][i % D] = fold<CHANNEL_THREADS>([&](int n) { return steps(own, n, i % D); }, i / D);
+    warp_group.sync();
+    for (int c = warp_group.thread; c < D; c += WARP_GROUP_THREADS) {
       const float total = __fadd_rn(__fadd_rn(own.sum[0][c], own.sum[2][c]), __fadd_rn(own.sum[1][c], own.sum[3][c]));
       const u32 mean = pack_half(fminf(fmaxf(total * (1.f / PAGE), -65504.f), 65504.f), 0.f);
       reinterpret_cast<u16*>(part + AT)[c] = (u16)mean;
       own.off[c] = half_to_float(mean);
     }
-    crew.meet();
+    warp_group.sync();
   }
 
   // Computes scale and codes of the page's token `token`, which has index n in its block. Called by a warp.
@@ -92,15 +92,15 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
         of_channel(c, [&](auto width) {
           using X = decltype(width);
           own.codes[n * D + c] =
-              (u8)fminf(fmaxf(floorf(VALUES ? __fdiv_rn(x[i], scale) : x[i]) + X::HALF, 0.f), X::MOST);
+              (u8)fminf(fmaxf(floorf(VALUES ? __fdiv_rn(x[i], scale) : x[i]) + X::HALF, 0.f), X::MAX_CODE);
         });
     }
   }
 
-  // Writes a block's words of keys, an octet at a time.
-  static __device__ void pack_keys(u32* words, const Space& own, const Crew& crew) {
+  // Writes a block's words of keys, octet by octet.
+  static __device__ void pack_keys(u32* words, const Space& own, const WarpGroup& warp_group) {
     using X = Columns<D, W...>;
-    for (int i = crew.thread; i < 32 * X::WORDS; i += CREW) {
+    for (int i = warp_group.thread; i < 32 * X::WORDS; i += WARP_GROUP_THREADS) {
       const int word = i / (32 * X::V) * X::V + i % X::V, owner = i / X::V % 32, g = owner >> 2, t = owner & 3;
       u32 value = 0;
       for (int n = 0; n < X::COUNT; n++) {
@@ -117,12 +117,12 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
     }
   }
 
-  // The same for values: the plane of 4 or 2 bits as in `AffineEncoder`, then the plane of the lowest bit.
-  template <class X> static __device__ void pack_values(u32* words, const Space& own, const Crew& crew) {
+  // Writes a block's words of values: the plane of 4 or 2 bits as in `AffineEncoder`, then the plane of the lowest bit.
+  template <class X> static __device__ void pack_values(u32* words, const Space& own, const WarpGroup& warp_group) {
     constexpr int BITS = X::HIGH, PER_TILE = BITS / 2, LOW_AT = D / 16 * PER_TILE,
                   WORDS = LOW_AT + (X::LOW ? D / 32 : 0);
     constexpr int V = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
-    for (int i = crew.thread; i < 32 * WORDS; i += CREW) {
+    for (int i = warp_group.thread; i < 32 * WORDS; i += WARP_GROUP_THREADS) {
       const int word = i / (32 * V) * V + i % V, owner = i / V % 32, g = owner >> 2, t = owner & 3;
       auto code = [&](int e, int upper, int h, int c, int odd) {
         return (u32)own.codes[(4 * (2 * t + e) + 2 * h + upper) * D + channel_of<D>(c, odd, g)];
@@ -147,26 +147,28 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
   };
 
   // A whole page.
-  static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
+  static __device__ void encode(u8* part, const Source& source, int, int, int base, const WarpGroup& warp_group,
+                                void* space) {
     Space& own = *static_cast<Space*>(space);
     const float* record = reinterpret_cast<const float*>(source.table);
-    for (int i = crew.thread; i < PAGE; i += CREW) own.tokens[i] = source.token(base + i);
-    for (int c = crew.thread; c < D; c += CREW) {
+    for (int i = warp_group.thread; i < PAGE; i += WARP_GROUP_THREADS) own.tokens[i] = source.token(base + i);
+    for (int c = warp_group.thread; c < D; c += WARP_GROUP_THREADS) {
       own.center[c] = record[c];
       own.step[c] = record[D + c];
     }
-    crew.meet();
-    means(part, own, crew);
+    warp_group.sync();
+    means(part, own, warp_group);
     for (int block = 0; block < PAGE / 32; block++) {
-      for (int n = crew.thread >> 5; n < 32; n += WARPS) quantize(own, block * 32 + n, n, crew.thread & 31);
-      crew.meet();
+      for (int n = warp_group.thread >> 5; n < 32; n += WARPS) quantize(own, block * 32 + n, n, warp_group.thread & 31);
+      warp_group.sync();
       if constexpr (VALUES) {
         using X = typename First<W...>::Type;
-        pack_values<X>(reinterpret_cast<u32*>(part) + block * D * X::BITS, own, crew);
-      } else pack_keys(reinterpret_cast<u32*>(part) + block * 32 * Columns<D, W...>::WORDS, own, crew);
+        pack_values<X>(reinterpret_cast<u32*>(part) + block * D * X::BITS, own, warp_group);
+      } else pack_keys(reinterpret_cast<u32*>(part) + block * 32 * Columns<D, W...>::WORDS, own, warp_group);
       if constexpr (VALUES)
-        for (int i = crew.thread; i < 16; i += CREW) part[AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
-      crew.meet();
+        for (int i = warp_group.thread; i < 16; i += WARP_GROUP_THREADS)
+          part[AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
+      warp_group.sync();
     }
   }
 };

@@ -1,5 +1,5 @@
-// Packing of a page on the path of a trellis, as `formats/trellis.py` defines it: first the scales of tokens, then one thread searches each
-// chain. See encode.cuh.
+// Packs a page on the path of a trellis (`formats/trellis.py`): first the scales of tokens, then one thread per chain searches a path. See
+// encode.cuh.
 #pragma once
 #include "encode_static.cuh"
 #include "trellis.cuh"
@@ -8,8 +8,8 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
   using Scales = StaticEncoder<true, D, SCALE_AT, T, W>;
   static constexpr int FIELDS = Trellis<D>::TWO_FIELDS ? 2 : 1;  // fields of a word that a chain takes
   static constexpr int WORDS = D / 16, V = Trellis<D>::V;
-  static constexpr int TOKENS = PAGE < Trellis<D>::CHAIN ? PAGE : Trellis<D>::CHAIN, BLOCKS = TOKENS / 32,
-                       STEPS = BLOCKS * WORDS * FIELDS;
+  static constexpr int TOKENS = PAGE < Trellis<D>::CHAIN ? PAGE : Trellis<D>::CHAIN, CTAS = TOKENS / 32,
+                       STEPS = CTAS * WORDS * FIELDS;
   static constexpr int EACH = 16 / FIELDS, CHAINS = PAGE / TOKENS * 32 * EACH;  // chains of a lane, of a page
   static constexpr float FARTHEST = 1024.f;
   struct Space {
@@ -22,26 +22,26 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
   static __device__ __forceinline__ float steps(const Space& own, u16 number, int c) {
     return __fdiv_rn(__fsub_rn(to_float(number), own.center[c]), own.step[c]);
   }
-  // The numbers that the steps of a chain code. Loads run two steps ahead, divisions one.
+  // The number of each step of a chain. Loads run two steps ahead, divisions one.
   struct Numbers {
     const Space& own;
     const int lane, field, first;  // field: the chain's first field; first: the token where the chain begins
 
-    struct Place {
+    struct Position {
       int token, channel;
     };
-    __device__ __forceinline__ Place place(int t) const {
+    __device__ __forceinline__ Position position(int t) const {
       const int f = field + t % FIELDS, word = t / FIELDS % WORDS, block = t / FIELDS / WORDS;
       return {first + 32 * block + 4 * (2 * (lane & 3) + (f >> 3)) + 2 * (f >> 1 & 1) + (f & 1),
               channel_of<D>(word, f >> 2 & 1, lane >> 2)};
     }
     __device__ __forceinline__ u16 load(int t) const {
-      const Place at = place(min(t, STEPS - 1));
+      const Position at = position(min(t, STEPS - 1));
       return own.tokens[at.token][at.channel];
     }
     // In half steps, divided by the token's scale.
     __device__ __forceinline__ float number(u16 loaded, int t) const {
-      const Place at = place(min(t, STEPS - 1));
+      const Position at = position(min(t, STEPS - 1));
       return fminf(fmaxf(2.f * __fdiv_rn(steps(own, loaded, at.channel), own.scale[at.token]), -FARTHEST), FARTHEST);
     }
   };
@@ -58,7 +58,7 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
     Bits own, upper;
   };
 
-  // For each of the eight states: the least cost of a path that ends there, and the codes of that path.
+  // For each of the eight states: the lowest cost of a path that ends there, and the codes of that path.
   struct Search {
     float cost[8];
     Path path[8];
@@ -78,15 +78,15 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
       for (int d = 0; d < 4; d++) {
         const float off = __fsub_rn(x, d - 3.5f);
         upper[d] = off > 2.f;
-        const float least = upper[d] ? __fsub_rn(off, 4.f) : off;
-        square[d] = __fmul_rn(least, least);
+        const float lowest = upper[d] ? __fsub_rn(off, 4.f) : off;
+        square[d] = __fmul_rn(lowest, lowest);
       }
       Path longer[8];
 #pragma unroll
       for (int s = 0; s < 8; s++) {
         const int first = s >> 1, second = first | 4, own = s & 1;
         const int lowest = 2 * (own ^ (first & 1)) + (first >> 1 & 1),
-                  other = lowest ^ 2;  // of the levels to choose from
+                  other = lowest ^ 2;  // the two candidate levels
         const float one = __fadd_rn(cost[first], square[lowest]), two = __fadd_rn(cost[second], square[other]);
         const bool way = two < one;
         next[s] = way ? two : one;
@@ -100,12 +100,12 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
       }
     }
     __device__ __forceinline__ Path best() const {
-      float least = cost[0];
+      float lowest = cost[0];
       Path cheapest = path[0];
 #pragma unroll
       for (int s = 1; s < 8; s++)
-        if (cost[s] < least) {
-          least = cost[s];
+        if (cost[s] < lowest) {
+          lowest = cost[s];
           cheapest = path[s];
         }
       return cheapest;
@@ -113,16 +113,17 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
   };
 
   // A whole page.
-  static __device__ void encode(u8* part, const Source& source, int, int, int base, const Crew& crew, void* space) {
+  static __device__ void encode(u8* part, const Source& source, int, int, int base, const WarpGroup& warp_group,
+                                void* space) {
     Space& own = *static_cast<Space*>(space);
     const float* record = reinterpret_cast<const float*>(source.table);
-    const int warp = crew.thread >> 5, lane = crew.thread & 31;
-    for (int i = crew.thread; i < PAGE; i += CREW) own.tokens[i] = source.token(base + i);
-    for (int c = crew.thread; c < D; c += CREW) {
+    const int warp = warp_group.thread >> 5, lane = warp_group.thread & 31;
+    for (int i = warp_group.thread; i < PAGE; i += WARP_GROUP_THREADS) own.tokens[i] = source.token(base + i);
+    for (int c = warp_group.thread; c < D; c += WARP_GROUP_THREADS) {
       own.center[c] = record[c];
       own.step[c] = record[D + c];
     }
-    crew.meet();
+    warp_group.sync();
     for (int n = warp; n < PAGE; n += WARPS) {
       float square[Scales::EACH];
 #pragma unroll
@@ -136,9 +137,10 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
         own.scale[n] = Scales::scale_of(k);
       }
     }
-    crew.meet();
-    for (int i = crew.thread; i < PAGE / 2; i += CREW) part[SCALE_AT + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
-    for (int i = crew.thread; i < CHAINS; i += CREW) {
+    warp_group.sync();
+    for (int i = warp_group.thread; i < PAGE / 2; i += WARP_GROUP_THREADS)
+      part[SCALE_AT + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
+    for (int i = warp_group.thread; i < CHAINS; i += WARP_GROUP_THREADS) {
       const int field = i % EACH * FIELDS, owner = i / EACH % 32, first = i / (32 * EACH) * TOKENS;
       Search search;
       const Numbers numbers{own, owner, field, first};
@@ -154,9 +156,9 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
       }
       const Path path = search.best();
       u32* words = reinterpret_cast<u32*>(part) + first * D / 16;
-      // the lanes that have chains of a word put its fields together
+      // lanes with chains of the same word combine its fields
 #pragma unroll 1
-      for (int word = 0; word < BLOCKS * WORDS; word++) {
+      for (int word = 0; word < CTAS * WORDS; word++) {
         u32 value = 0;
 #pragma unroll
         for (int f = 0; f < FIELDS; f++) {
@@ -168,6 +170,6 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
         if (i % EACH == word % EACH) words[word / V * (32 * V) + owner * V + word % V] = value;
       }
     }
-    crew.meet();
+    warp_group.sync();
   }
 };

@@ -1,13 +1,13 @@
-"""Which module describes a page format to the CUDA kernels. A new format is one file and one line here.
+"""The modules that describe page formats to the CUDA kernels. A new format is one file and one line here.
 
 Such a module has:
 
-- `SIDES`: whether the format may be that of keys, and that of values;
+- `SIDES`: whether the format is supported for keys, and for values;
 - `needs(fmt, head_dim, page_size, dtype, transposed)`, see `needs.Needs` (transposed: values);
-- `covers(fmt)`, if it does not serve every format of the class;
+- `covers(fmt)`, if it does not support every format of the class;
 - `divides(fmt, head_dim, transposed)`, if not every head of more than `needs.WIDEST` channels can be divided among warps.
 
-`Needs` names the format's C++ files too. Kernels include them by macros, so no other source names a format.
+`Needs` also names the format's C++ files. Kernels include them by macros, so no other source depends on a format.
 Importing this needs neither a GPU nor a compiler.
 """
 
@@ -48,7 +48,7 @@ def covered(fmt: Format, transposed: bool) -> bool:
 
 
 def why_not(keys: Format, values: Format, widths: tuple[int, int] | None = None) -> str | None:
-    """Why the kernels cannot serve these formats, or `None`. widths: head_dim of keys and of values; `None`: any."""
+    """Why the kernels do not support these formats, or `None`. widths: head_dim of keys and of values; `None`: any."""
     for fmt, transposed, side in ((keys, False, "keys"), (values, True, "values")):
         if not covered(fmt, transposed):
             return f"has no kernels for {side} in format {fmt.name!r} yet"

@@ -28,6 +28,6 @@ def needs(fmt: Fp8, head_dim: int, page_size: int, dtype: torch.dtype, transpose
         "encode_fp8.cuh",
         f"Fp8Encoder<{head_dim}, {at}, {str(transposed).lower()}>",
         32 * own,
-        lambda piece: 4 * piece,
+        lambda kv_tile: 4 * kv_tile,
         bits=8,
     )

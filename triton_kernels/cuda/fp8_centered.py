@@ -20,7 +20,7 @@ def needs(fmt: Fp8Centered, head_dim: int, page_size: int, dtype: torch.dtype, t
         "encode_fp8_centered.cuh",
         f"Fp8CenteredEncoder<{head_dim}, {places}>",
         32 * own,
-        lambda piece: 2 * own + 4 * piece,
+        lambda kv_tile: 2 * own + 4 * kv_tile,
         bits=8,
         same_for=page_size,
         again=4,

@@ -1,12 +1,14 @@
 """The constants of a compilation: the macros that describe a layer to `attend.cu` and `append.cu`.
 
 A format contributes two C++ structs for attention (as keys, as values; see `affine_keys.cuh`, `affine_values.cuh`) and
-one for packing, and says what these need (`needs.Needs`). Nothing here knows a format by name.
+one for packing. `needs.Needs` describes the resources that they need. No function in this file depends on a particular
+format.
 """
 
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import itertools
 import math
@@ -22,16 +24,16 @@ from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
 from .needs import Needs, slices
 
-#: bytes of shared memory that a block takes beyond what it asks for; bytes that a multiprocessor of an H100 or H200 has
+#: bytes of shared memory that a CTA takes in addition to its request; shared memory of a multiprocessor of an H100 or H200
 RESERVED, SHARED = 1024 + 512, 228 * 1024
-#: with at least this many warps a wide window stays. Only the window bounds their number on an H100, which was measured
-#: with wide windows
+#: the window stays wide if it leaves room for at least this many warps. On an H100 only the window limits the number of
+#: warps, and the kernels were measured there with wide windows
 ENOUGH_WARPS = 6
 #: the same for head sizes above 128, whose wide windows take twice as much memory
-ENOUGH_WIDE = 8
-#: whole rows are dealt out to teams only if at least this part of the teams' time is used
-FULL = 0.93
-#: warps of a block that stores tokens
+ENOUGH_WARPS_WIDE = 8
+#: warp groups get whole rows only if this fraction of their time or more is used
+MIN_UTILIZATION = 0.93
+#: warps of a CTA of `append.cu`
 APPEND_WARPS = 8
 
 
@@ -39,17 +41,48 @@ class NoRoomError(ValueError):
     """The GPU's shared memory is too small for a layer."""
 
 
-class Choice(NamedTuple):
-    """How the attend kernel is laid out: tokens of a piece, warps of a team, teams of a block of threads (a
-    multiprocessor runs one block), groups of eight query rows; whether at most four rows use every other column;
-    whether keys and values of the window take turns in one place."""
+class KernelShape(NamedTuple):
+    """The shape of the attend kernel: tokens of a KV tile, warps per warp group, warp groups per CTA (a multiprocessor
+    runs one CTA), tiles of eight query rows; whether at most four rows use every other column (`spread`); whether keys and
+    values of the window share one buffer (`narrow`)."""
 
-    piece: int
+    kv_tile: int
     warps: int
-    teams: int
+    warp_groups: int
     row_tiles: int
     spread: bool = False
     narrow: bool = False
+
+
+class Sinks(enum.IntEnum):
+    """The attention sinks of a call (`Sinks` in `outputs.cuh`)."""
+
+    NONE = 0
+    MODEL_DTYPE = 1
+    FLOAT32 = 2
+
+
+class Schedule(enum.Enum):
+    """How rows (sequence x KV head) are assigned to warp groups (`plan.cuh`)."""
+
+    WORK_RANGES = enum.auto()
+    """the work of all rows is cut into equal ranges; rows may have different lengths"""
+    ROW_SPLITS = enum.auto()
+    """each row has its own warp groups"""
+    WHOLE_ROWS = enum.auto()
+    """each warp group has its own rows"""
+
+
+class Assignment(NamedTuple):
+    """A schedule, and its count: warp groups per row (`ROW_SPLITS`), or rows per warp group (`WHOLE_ROWS`)."""
+
+    schedule: Schedule
+    count: int = 0
+
+    @property
+    def encoded(self) -> int:
+        """The argument `assignment` of the kernel. `Args` in `common.cuh` decodes it."""
+        return -self.count if self.schedule is Schedule.WHOLE_ROWS else self.count
 
 
 def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> tuple[Needs, Needs]:
@@ -61,7 +94,7 @@ def _sides(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype
 
 
 @functools.cache
-def choose(
+def choose_shape(
     spec: LayerSpec,
     head_dim_k: int,
     head_dim_v: int,
@@ -71,9 +104,9 @@ def choose(
     processors: int = 132,
     shared: int = SHARED,
     per_head: bool = False,
-) -> Choice:
-    """Choose the layout: as many warps as registers and shared memory allow. If a wide window leaves room for few warps
-    and a narrow one for more, the window is narrow.
+) -> KernelShape:
+    """Choose the kernel's shape: as many warps as registers and shared memory allow. If a wide window leaves room for few
+    warps and a narrow one for more, the window is narrow.
 
     rows: query rows (heads x tokens) of a KV head. heads: KV heads of all sequences. shared: bytes of shared memory of a
     multiprocessor. per_head: whether each KV head has its own codebook.
@@ -82,7 +115,7 @@ def choose(
         NoRoomError: there is no room even for one warp.
     """
     widest = max(head_dim_k, head_dim_v)
-    # whether queries and sums take so many registers that all else gets fewer; or some of it (keys wider than values)
+    # wide: queries and sums take so many registers that everything else gets fewer; wider: some of it does
     wide = widest > 192 or head_dim_k + head_dim_v > 320
     wider = head_dim_k + head_dim_v > 256
     row_tiles = 2 if rows > 8 and not wide else 1
@@ -90,49 +123,58 @@ def choose(
     bits, plain = max(side.bits for side in sides), not any(side.grouped for side in sides)
     # with two tiles of rows, scales and zero points of keys per token leave no registers for more
     long = (row_tiles == 1 or (keys.longer and not wider)) and not wide and spec.page_size >= 64
-    piece = 64 if long and bits <= 4 and plain else 32
-    # warps that registers allow
+    kv_tile = 64 if long and bits <= 4 and plain else 32
     spread = rows <= 4
-    most = 12 if row_tiles == 1 and not wide and plain and bits < (5 if wider else 16) else 8
+    # the number of warps that registers allow
+    max_warps = 12 if row_tiles == 1 and not wide and plain and bits < (5 if wider else 16) else 8
     tables = keys.table + values.table
-    most_teams = 4 if not tables else 1 if per_head else 2
+    max_warp_groups = 4 if not tables else 1 if per_head else 2
 
-    def best_with(piece: int, narrows: tuple[bool, ...]) -> Choice | None:
+    def best_with(kv_tile: int, narrows: tuple[bool, ...]) -> KernelShape | None:
         best: tuple[float, ...] = (0.0,)
         chosen = None
         for narrow in narrows:
-            if chosen is not None and chosen.warps * chosen.teams >= (ENOUGH_WIDE if wide else ENOUGH_WARPS):
+            if chosen is not None and chosen.warps * chosen.warp_groups >= (
+                ENOUGH_WARPS_WIDE if wide else ENOUGH_WARPS
+            ):
                 break
-            each = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, narrow)
-            for warps, teams in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, most_teams + 1)):
-                if each.block(warps, teams) + RESERVED > shared or warps * teams > most or warps % slices(widest):
+            each = memory(keys, values, head_dim_k, head_dim_v, kv_tile, row_tiles, narrow)
+            for warps, warp_groups in itertools.product((1, 2, 3, 4, 6, 8, 12), range(1, max_warp_groups + 1)):
+                if (
+                    each.cta(warps, warp_groups) + RESERVED > shared
+                    or warps * warp_groups > max_warps
+                    or warps % slices(widest)
+                ):
                     continue
-                slots = processors * teams
-                even = rows_of_teams(grid_size(slots, heads), heads) != 0
-                # a team that stores tokens packs pages, too; of teams that have many rows one after the other, several keep
-                # each other's gaps busy
-                stores = 32 * warps >= _packing_threads(sides, widest)
+                slots = processors * warp_groups
+                even = assign_rows(grid_size(slots, heads), heads).schedule is not Schedule.WORK_RANGES
+                # a warp group that stores tokens also packs pages; if a warp group has many rows in sequence, other groups
+                # fill its idle time
+                packs = 32 * warps >= _packing_threads(sides, widest)
                 rounds = math.ceil(heads / slots)
-                score = (warps * teams + 1.5 * even, stores, -narrow, -rounds, -teams)
+                score = (warps * warp_groups + 1.5 * even, packs, -narrow, -rounds, -warp_groups)
                 if score > best:
-                    best, chosen = score, Choice(piece, warps, teams, row_tiles, spread, narrow)
+                    best, chosen = score, KernelShape(kv_tile, warps, warp_groups, row_tiles, spread, narrow)
         return chosen
 
-    chosen = best_with(piece, (True,) if tables else (False, True))
-    if chosen is not None and piece == 64 and heads > processors * chosen.teams:
-        # Rows wait for each other. Smaller pieces may leave room for as many warps in more teams, so that all rows run at once.
-        # (kivi-4 at 64 x 4k: 8.5 % faster on an H200. Where rows would still wait, it was not timed, and nothing changes.)
-        other = best_with(32, (chosen.narrow,))
+    chosen = best_with(kv_tile, (True,) if tables else (False, True))
+    if chosen is not None and kv_tile == 64 and heads > processors * chosen.warp_groups:
+        # Rows queue for warp groups. Smaller KV tiles may leave room for as many warps in more groups, so that all rows run
+        # at once. (kivi-4 at 64 x 4k: 8.5 % faster on an H200. If rows would still queue, this was not timed, and nothing
+        # changes.)
+        smaller_tiles = best_with(32, (chosen.narrow,))
         if (
-            other is not None
-            and heads <= processors * other.teams
-            and other.warps * other.teams == chosen.warps * chosen.teams
+            smaller_tiles is not None
+            and heads <= processors * smaller_tiles.warp_groups
+            and smaller_tiles.warps * smaller_tiles.warp_groups == chosen.warps * chosen.warp_groups
         ):
-            chosen = other
+            chosen = smaller_tiles
     if chosen is None:
-        least = memory(keys, values, head_dim_k, head_dim_v, piece, row_tiles, True).block(slices(widest), 1) + RESERVED
+        required = (
+            memory(keys, values, head_dim_k, head_dim_v, kv_tile, row_tiles, True).cta(slices(widest), 1) + RESERVED
+        )
         raise NoRoomError(
-            f"needs {-(-least // 1024)} KiB of shared memory for keys {spec.key_format.name!r} and values "
+            f"needs {-(-required // 1024)} KiB of shared memory for keys {spec.key_format.name!r} and values "
             f"{spec.value_format.name!r} at head_dim={head_dim_k}, and this GPU has {shared // 1024} KiB"
         )
     return chosen
@@ -154,22 +196,22 @@ def why_not(
         return None
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     try:
-        choose(stored, *widths, dtype, rows=16, shared=shared)
+        choose_shape(stored, *widths, dtype, rows=16, shared=shared)
     except NoRoomError as error:  # codebooks are large, and some GPUs have little shared memory
         return str(error)
     return None
 
 
-def can_store(spec: LayerSpec, head_dim_k: int, head_dim_v: int, choice: Choice) -> bool:
-    """Whether a team of the attend kernel stores the token of a step. It needs shared memory for a page's metadata, and
-    a thread for every channel if the format asks for that. It does not if tokens go straight into pages: encoding a
-    token at the end of every step takes 3 us longer than a second launch (H200)."""
+def can_append(spec: LayerSpec, head_dim_k: int, head_dim_v: int, shape: KernelShape) -> bool:
+    """Whether the attend kernel also stores the token of a step. A warp group needs shared memory for a page's metadata,
+    and a thread per channel if the format requires it. False if tokens go straight into pages: encoding a token at the end
+    of every step takes 3 us longer than a second launch (H200)."""
     widest = max(head_dim_k, head_dim_v)
     sides = _sides(spec, head_dim_k, head_dim_v, torch.float16)
-    team = _memory(sides, head_dim_k, head_dim_v, choice).team(choice.warps)
+    warp_group = _memory(sides, head_dim_k, head_dim_v, shape).warp_group(shape.warps)
     return (
-        32 * choice.warps >= _packing_threads(sides, widest)
-        and spec.page_size * widest // 4 <= team
+        32 * shape.warps >= _packing_threads(sides, widest)
+        and spec.page_size * widest // 4 <= warp_group
         and not spec.direct
     )
 
@@ -179,30 +221,32 @@ def _packing_threads(sides: tuple[Needs, Needs], widest: int) -> int:
     return widest if any(side.by_thread for side in sides) else 32
 
 
-def shared_bytes(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, choice: Choice) -> int:
-    """Shared memory of a block of the attend kernel."""
+def shared_bytes(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype, shape: KernelShape) -> int:
+    """Bytes of shared memory of a CTA of the attend kernel."""
     sides = _sides(spec, head_dim_k, head_dim_v, dtype)
-    return _memory(sides, head_dim_k, head_dim_v, choice).block(choice.warps, choice.teams)
+    return _memory(sides, head_dim_k, head_dim_v, shape).cta(shape.warps, shape.warp_groups)
 
 
-def _memory(sides: tuple[Needs, Needs], head_dim_k: int, head_dim_v: int, choice: Choice) -> Memory:
-    return memory(*sides, head_dim_k, head_dim_v, choice.piece, choice.row_tiles, choice.narrow)
+def _memory(sides: tuple[Needs, Needs], head_dim_k: int, head_dim_v: int, shape: KernelShape) -> Memory:
+    return memory(*sides, head_dim_k, head_dim_v, shape.kv_tile, shape.row_tiles, shape.narrow)
 
 
 def grid_size(slots: int, heads: int) -> int:
-    """The number of teams for `heads` KV heads if `slots` teams can run at once. It is a multiple of `heads` if that
-    leaves few slots idle, because a team's share then lies in one head."""
+    """The number of warp groups for `heads` KV heads if `slots` warp groups can run at once. It is a multiple of `heads` if
+    that leaves few slots idle, because then the work of a warp group is in one head."""
     even = slots // heads * heads
     return even if even >= 0.9 * slots else slots
 
 
-def rows_of_teams(teams: int, heads: int) -> int:
-    """How `heads` KV heads of one length are dealt out among `teams`. Positive: this many teams share each head.
-    Negative: each team has this many heads. 0: neither divides evenly."""
-    if teams % heads == 0:
-        return teams // heads
-    each = -(-heads // teams)
-    return -each if each > 1 and heads >= FULL * each * teams else 0
+def assign_rows(warp_groups: int, heads: int) -> Assignment:
+    """The assignment of `heads` KV heads (of all sequences) of one length to warp groups: `WORK_RANGES` if neither number
+    divides the other evenly."""
+    if warp_groups % heads == 0:
+        return Assignment(Schedule.ROW_SPLITS, warp_groups // heads)
+    each = -(-heads // warp_groups)
+    if each > 1 and heads >= MIN_UTILIZATION * each * warp_groups:
+        return Assignment(Schedule.WHOLE_ROWS, each)
+    return Assignment(Schedule.WORK_RANGES)
 
 
 def _shared_defines(spec: LayerSpec, head_dim_k: int, head_dim_v: int, dtype: torch.dtype) -> dict[str, object]:
@@ -228,20 +272,26 @@ def attend_defines(
     head_dim_k: int,
     head_dim_v: int,
     dtype: torch.dtype,
-    choice: Choice,
+    shape: KernelShape,
     has_mask: bool,
-    sinks: int,
+    sinks: Sinks,
     softcap: bool,
     transform: Fused | None = None,
     ordered: bool = False,
-    fused: bool = False,
+    appends: bool = False,
     per_head: bool = False,
     restores: bool = False,
     lacking: bool = False,
 ) -> tuple[tuple[str, str], ...]:
-    """sinks: 0 none, 1 in the model's dtype, 2 in float32. transform: what this kernel does to queries and keys.
-    ordered: pages are dealt out to warps in a fixed order. fused: whether the chunk, one token, is stored as well.
-    restores: whether outputs are rotated back. lacking: whether something is added to all scores of a query."""
+    """The macros of `attend.cu`.
+
+    Args:
+        transform: the transform of queries and keys that the kernel applies.
+        ordered: whether warps take work tiles in a fixed order.
+        appends: whether the kernel also stores the new token.
+        restores: whether the kernel rotates outputs back.
+        lacking: whether a number per query is added to all of its scores (`Chunk.lacking`).
+    """
     keys, values = _sides(spec, head_dim_k, head_dim_v, dtype)
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
@@ -250,25 +300,25 @@ def attend_defines(
             "VALUE_HEADER": f'"{values.header}"',
             "KEY_FORMAT": keys.struct,
             "VALUE_FORMAT": values.struct,
-            "PT": choice.piece,
-            "WARPS": choice.warps,
-            "TEAMS": choice.teams,
-            "NT": choice.row_tiles,
-            "SPREAD": int(choice.spread),
+            "KV_TILE": shape.kv_tile,
+            "WARPS": shape.warps,
+            "WARP_GROUPS": shape.warp_groups,
+            "NT": shape.row_tiles,
+            "SPREAD": int(shape.spread),
             "SLICES": slices(max(head_dim_k, head_dim_v)),
-            "NARROW": int(choice.narrow),
-            "SHARED_BYTES": shared_bytes(spec, head_dim_k, head_dim_v, dtype, choice),
-            "ARGUMENT_BYTES": ctypes.sizeof(StepArgs if fused else AttendArgs),
+            "NARROW": int(shape.narrow),
+            "SHARED_BYTES": shared_bytes(spec, head_dim_k, head_dim_v, dtype, shape),
+            "ARGUMENT_BYTES": ctypes.sizeof(StepArgs if appends else AttendArgs),
             "HAS_MASK": int(has_mask),
-            "SINKS": sinks,
+            "SINKS": int(sinks),
             "SOFTCAP": int(softcap),
             "LACKING": int(lacking),
             "ORDERED": int(ordered),
-            "FUSED": int(fused),
+            "APPENDS": int(appends),
             "SHARED_TABLES": int(not per_head),
             "RESTORED": int(restores),
         }
-        | (_encoder_macros(keys, values) if fused else {})
+        | (_encoder_macros(keys, values) if appends else {})
         | (_transform_macros(head_dim_k, transform) if transform else {"TRANSFORMED": 0})
     )
 
@@ -281,7 +331,7 @@ def append_defines(
     return _as_macros(
         _shared_defines(spec, head_dim_k, head_dim_v, dtype)
         | _encoder_macros(keys, values)
-        | {"PT": 32, "NT": 1, "SPREAD": 0, "WARPS": APPEND_WARPS, "TEAMS": 1}
+        | {"KV_TILE": 32, "NT": 1, "SPREAD": 0, "WARPS": APPEND_WARPS, "WARP_GROUPS": 1}
     )
 
 
@@ -300,7 +350,7 @@ def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
     columns = (hadamard(base) < 0).T.tolist()
     return {
         "TRANSFORMED": 1,
-        "FACTORS": 1 if transform.before else 2 if transform.after else 0,
+        "FACTORS": "FACTORS_BEFORE" if transform.before else "FACTORS_AFTER" if transform.after else "NO_FACTORS",
         "ROTATED": int(transform.rotated),
         "BASE": base,
         "SIGNS": ",".join(str(sum(negative << p for p, negative in enumerate(column))) for column in columns),
@@ -308,13 +358,13 @@ def _transform_macros(head_dim: int, transform: Fused) -> dict[str, object]:
     }
 
 
-#: of a block of `project.cu`: rows, threads, and columns of the matrix
+#: of a CTA of `project.cu`: rows, threads, and columns of the matrix
 PROJECT_ROWS, PROJECT_THREADS, PROJECT_COLUMNS = 16, 256, 32
 
 
 @functools.cache
 def project_defines(head_dim_k: int, head_dim_v: int, dtype: torch.dtype, values: Fused) -> tuple[tuple[str, str], ...]:
-    """values: what is done to them, without factors."""
+    """The macros of `project.cu`. values: their transform, without factors."""
     return _as_macros(
         {"DIM": head_dim_k, "DIM_V": head_dim_v, "BF16": int(dtype == torch.bfloat16), "NT": 1, "SPREAD": 0}
         | {"EACH": PROJECT_ROWS, "THREADS": PROJECT_THREADS, "COLUMNS": PROJECT_COLUMNS}

@@ -1,4 +1,4 @@
-// Features of Hopper (sm_90a): products of a warpgroup (`wgmma`), bulk copies, barriers in shared memory that count bytes.
+// Features of Hopper (sm_90a): products of a warp group of four warps (`wgmma`), bulk copies, barriers in shared memory that count bytes.
 #pragma once
 #include "common.cuh"
 
@@ -7,7 +7,7 @@
 __device__ __forceinline__ u64 matrix(u32 address, u32 along, u32 across) {
   return (u64)(address >> 4) | (u64)(along >> 4) << 16 | (u64)(across >> 4) << 32;
 }
-// The same matrix, this many bytes further.
+// The descriptor, advanced by `bytes`.
 __device__ __forceinline__ u64 further(u64 matrix, u32 bytes) { return matrix + (bytes >> 4); }
 
 #include "hopper_ptx.cuh"

@@ -1,4 +1,4 @@
-// Instructions that only Hopper has (sm_90a), each as a function. The tests replace them by functions of the same names that run on a CPU
+// Instructions that only Hopper has (sm_90a), each as a function. The tests run the kernels on a CPU, with replacements of these functions
 // (`tests/support/cuda_emulator/hopper.h`).
 #pragma once
 
@@ -96,15 +96,15 @@ template <int N> __device__ __forceinline__ void wgmma_model(float* d, u64 a, u6
           : "l"(a), "l"(b), "r"(more));
   }
 }
-// Needed before the first product, and whenever something else has written registers that a product uses.
+// Needed before the first product, and after other instructions have written registers that a product uses.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most N groups of products are under way.
+// Waits until at most N groups of products are pending.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Marks sums that unfinished products write. Nothing may read the sums before this.
-template <int N> __device__ __forceinline__ void keep(float* d) {
+// Keeps the compiler from reading or moving accumulators that pending products write.
+template <int N> __device__ __forceinline__ void pin_registers(float* d) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }

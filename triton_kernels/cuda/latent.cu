@@ -1,27 +1,27 @@
 // Attention of few query rows to latents (MLA) stored in FP8: `reference.attend` with the reading `latent`, formats `fp8` (content) and
 // `dense` (RoPE part) in layout `core-1`, no window. `latent_merge.cuh` completes it.
 //
-// All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A block of four warps takes a share of a
-// sequence. It reads 64 tokens at a time from two stages of shared memory:
+// All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A CTA of four warps takes a split of a
+// sequence. It processes KV tiles of 64 tokens, from two stages of shared memory:
 //
 //   scores    A warp takes 16 tokens and all channels. Tokens are the left operand of m16n8k16, query rows its columns.
 //   weights   p x scale of the token, relative to the warp's own maximum, in fp16. They are written in the order of operands.
 //   values    A warp takes a quarter of the channels and all tokens. Values are the transposed keys: `ldmatrix.trans`.
 //
-// An instruction converts e4m3 to fp16 (CONVERT, sm89 and later). On older GPUs bits are moved: sign, exponent and mantissa of e4m3, put in
-// their places in fp16, are the number times 2^-8, subnormals included. Products are exact. A token's scale multiplies its score and its
-// weight, never its channels. Queries of the content are fp16; each row is normalised by a power of two. Weights are not quantized
-// to FP8: few query rows do not need it.
+// An instruction converts e4m3 to fp16 (CONVERT, sm89 and later). On older GPUs bits are moved: sign, exponent and mantissa of e4m3 in the
+// fields of fp16 are the number times 2^-8, subnormals included. Products are exact. A token's scale multiplies its score and its weight,
+// not its channels. Queries of the content are fp16; each row is normalised by a power of two. Weights are not quantized to FP8, because few
+// query rows do not need it.
 #include "latent_merge.cuh"
 
-constexpr int BLOCK = 64;
-constexpr int CODE_BYTES = BLOCK * RANK, ROPE_BYTES = BLOCK * ROPE * 2,
-              STAGE_BYTES = CODE_BYTES + ROPE_BYTES + BLOCK * 4;
+constexpr int KV_TILE = 64;
+constexpr int CODE_BYTES = KV_TILE * RANK, ROPE_BYTES = KV_TILE * ROPE * 2,
+              STAGE_BYTES = CODE_BYTES + ROPE_BYTES + KV_TILE * 4;
 constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
-constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + BLOCK * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4,
+constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + KV_TILE * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4,
               STAGES_AT = SCALES_AT + 64;
 constexpr int TILES = RANK / 16 / WARPS;  // tiles of 16 value channels per warp
-static_assert(PAGE_TOKENS % BLOCK == 0, "");
+static_assert(PAGE_TOKENS % KV_TILE == 0, "");
 
 extern "C" __device__ int latent_shared_bytes = STAGES_AT + 2 * STAGE_BYTES;
 
@@ -38,31 +38,31 @@ __device__ __forceinline__ u32 decoded_key(u32 x, bool second) {
 
 // Writes a tile's query rows in the order in which lanes load them as right operands: 16 bytes for each lane and 16 channels.
 __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
-  constexpr int EACH = 16 / WARPS, WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
+  constexpr int EACH = 16 / WARPS, WORDS = RANK / 64, ROPE_WORDS = (ROPE + 63) / 64;
   float* size = reinterpret_cast<float*>(smem + SCALES_AT);
-  u32 content[EACH][WORDS], rope[EACH][MORE];
+  u32 content[EACH][WORDS], rope[EACH][ROPE_WORDS];
 #pragma unroll
-  for (int j = 0; j < EACH; j++) {  // all loads begin before the first result is used
+  for (int j = 0; j < EACH; j++) {  // all loads start before the first result is used
     const int row = tile * 16 + warp + j * WARPS;
     const bool real = row < a.heads * a.tokens;
     const u32* source =
         reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0));
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) content[j][k] = real ? ask(source + 32 * k + lane) : 0u;
+    for (int k = 0; k < WORDS; k++) content[j][k] = real ? load_now(source + 32 * k + lane) : 0u;
 #pragma unroll
-    for (int k = 0; k < MORE; k++)
-      rope[j][k] = real && 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
+    for (int k = 0; k < ROPE_WORDS; k++)
+      rope[j][k] = real && 64 * k + 2 * lane < ROPE ? load_now(source + RANK / 2 + 32 * k + lane) : 0u;
   }
 #pragma unroll
   for (int j = 0; j < EACH; j++) {
     const int i = warp + j * WARPS;
-    float most = 0.f;
+    float largest = 0.f;
 #pragma unroll
     for (int k = 0; k < WORDS; k++)
-      most = fmaxf(most, fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
+      largest = fmaxf(largest, fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-    const u32 exponent = min(max((__float_as_uint(most) >> 23) + 1, 2u), 240u);  // the next power of two
+    for (int d = 1; d < 32; d <<= 1) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, d));
+    const u32 exponent = min(max((__float_as_uint(largest) >> 23) + 1, 2u), 240u);  // the next power of two
     const float inverse = __uint_as_float((254 - exponent) << 23);
     if (lane == 0) size[i] = __uint_as_float(exponent << 23) * CODE * a.scaling * LOG2E;
     u8* target = smem + (i & 7) * 64 + (i >> 3) * 8;
@@ -78,7 +78,7 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
       }
     }
 #pragma unroll
-    for (int k = 0; k < MORE; k++) {
+    for (int k = 0; k < ROPE_WORDS; k++) {
       const int x = 64 * k + 2 * lane;
       if (x < ROPE)
         *reinterpret_cast<u32*>(target + (CHUNKS + x / 16) * 512 + x % 8 / 2 * 16 + x % 16 / 8 * 4) = rope[j][k];
@@ -86,23 +86,23 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   }
 }
 
-// The address of the page that holds a block of tokens. It is loaded a block ahead, because the copies need it at once.
-__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) {
-  return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS);
+// The address of a KV tile's page. It is loaded one KV tile ahead, because the copies need it immediately.
+__device__ __forceinline__ i64 load_page_address(const LatentArgs& a, int b, int kv_tile) {
+  return load_now(a.address + (i64)b * a.pages + kv_tile * KV_TILE / PAGE_TOKENS);
 }
 
-// Begins to copy a block of tokens, in the page's order. There 16 bytes of eight tokens lie in different banks.
-__device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int thread) {
-  static_assert(BLOCK * CHUNKS % THREADS == 0 && BLOCK * ROPE_CHUNKS % THREADS == 0, "every thread copies as much");
-  const int token = block * BLOCK % PAGE_TOKENS;
+// Starts to copy a KV tile, in the page's order, in which 16 bytes of eight tokens are in different banks.
+__device__ __forceinline__ void copy_kv_tile(const u8* page, int kv_tile, u32 stage, int thread) {
+  static_assert(KV_TILE * CHUNKS % THREADS == 0 && KV_TILE * ROPE_CHUNKS % THREADS == 0, "every thread copies as much");
+  const int token = kv_tile * KV_TILE % PAGE_TOKENS;
   const u8 *codes = page + (i64)token * RANK + thread * 16, *rope = page + ROPE_AT + token * ROPE * 2 + thread * 16;
   const u32 target = stage + thread * 16;
 #pragma unroll
-  for (int i = 0; i < BLOCK * CHUNKS / THREADS; i++) cp16(target + i * THREADS * 16, codes + i * THREADS * 16);
+  for (int i = 0; i < KV_TILE * CHUNKS / THREADS; i++) cp16(target + i * THREADS * 16, codes + i * THREADS * 16);
 #pragma unroll
-  for (int i = 0; i < BLOCK * ROPE_CHUNKS / THREADS; i++)
+  for (int i = 0; i < KV_TILE * ROPE_CHUNKS / THREADS; i++)
     cp16(target + CODE_BYTES + i * THREADS * 16, rope + i * THREADS * 16);
-  if (thread < BLOCK / 4) cp16(target + CODE_BYTES + ROPE_BYTES, page + SCALE_AT + token * 4 + thread * 16);
+  if (thread < KV_TILE / 4) cp16(target + CODE_BYTES + ROPE_BYTES, page + SCALE_AT + token * 4 + thread * 16);
 }
 
 // q.k of the warp's 16 tokens: content plus RoPE part.
@@ -139,13 +139,13 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
   }
 }
 
-// Grid (share, sequence, tile of 16 query rows).
+// Grid (split, sequence, tile of 16 query rows).
 extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __grid_constant__ LatentArgs a) {
   DYNAMIC_SHARED(memory);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
-  const int length = a.length[b], blocks = (length + BLOCK - 1) / BLOCK;
-  const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
+  const int length = a.length[b], kv_tiles = (length + KV_TILE - 1) / KV_TILE;
+  const int first = (int)((i64)kv_tiles * split / a.splits), stop = (int)((i64)kv_tiles * (split + 1) / a.splits);
   const i64 slot = ((i64)b * gridDim.z + tile) * a.splits + split;
   float* sums = a.sums + slot * 32;
   if (first >= stop) {
@@ -157,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
   }
   const u32 queries = shared_address(memory), weights = queries + WEIGHTS_AT, maxima = queries + MAXIMA_AT,
             stages = queries + STAGES_AT;
-  copy_block(a.pool + ask_page(a, b, first), first, stages, thread);
+  copy_kv_tile(a.pool + load_page_address(a, b, first), first, stages, thread);
   commit();
-  i64 page = first + 1 < stop ? ask_page(a, b, first + 1) : 0;  // of the next block
+  i64 page = first + 1 < stop ? load_page_address(a, b, first + 1) : 0;  // of the next KV tile
   put_queries(a, b, tile, memory, warp, lane);
   float o[TILES][2][4] = {}, m[2][2], l[2][2] = {},
         m_rows[2] = {LOWEST, LOWEST};  // rows 2 t + e + 8 n, and rows g + 8 n
@@ -168,15 +168,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
   float size[2][2];
 
 #pragma unroll 1
-  for (int block = first; block < stop; block++) {
-    const u32 stage = stages + ((block - first) & 1) * STAGE_BYTES;
+  for (int kv_tile = first; kv_tile < stop; kv_tile++) {
+    const u32 stage = stages + ((kv_tile - first) & 1) * STAGE_BYTES;
     wait<0>();
-    BARRIER(block_ready, __syncthreads());
-    if (block + 1 < stop)
-      copy_block(a.pool + page, block + 1, stages + ((block + 1 - first) & 1) * STAGE_BYTES, thread);
+    BARRIER(kv_tile_ready, __syncthreads());
+    if (kv_tile + 1 < stop)
+      copy_kv_tile(a.pool + page, kv_tile + 1, stages + ((kv_tile + 1 - first) & 1) * STAGE_BYTES, thread);
     commit();
-    if (block + 2 < stop) page = ask_page(a, b, block + 2);
-    if (block == first)
+    if (kv_tile + 2 < stop) page = load_page_address(a, b, kv_tile + 2);
+    if (kv_tile == first)
 #pragma unroll
       for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
       lds<1>(&bits, stage + CODE_BYTES + ROPE_BYTES + token * 4);
       scale[i] = __uint_as_float(bits);
       logarithm[i] = lg2(scale[i]);
-      real[i] = block * BLOCK + token < length;
+      real[i] = kv_tile * KV_TILE + token < length;
     }
     const float factor = a.scaling * LOG2E;
 #pragma unroll
@@ -215,8 +215,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const u32 pair = pack_half(ex2(content[n][2 * i] - top[n][0]), ex2(content[n][2 * i + 1] - top[n][1]));
-        const float handed = __uint_as_float(transposed(pair));
-        sts<1>(weights + warp * 512 + lane * 16 + n * 8 + i * 4, &handed);
+        const float word = __uint_as_float(transposed(pair));
+        sts<1>(weights + warp * 512 + lane * 16 + n * 8 + i * 4, &word);
       }
     }
     BARRIER(weights_ready, __syncthreads());

@@ -1,12 +1,12 @@
 // Shared by the kernels for latents (MLA): `latent.cu` (FP8, few query rows), `latent_wide.cu` (FP8, many), `latent_dense.cu` (content in the
-// model's dtype: DENSE_CONTENT), `latent_merge.cuh` (after all of them).
+// model's dtype: DENSE_CONTENT), and `latent_merge.cuh`, which follows all of them.
 #pragma once
 #include "common.cuh"
 
 constexpr int CHUNKS = RANK / (DENSE_CONTENT ? 8 : 16), ROPE_CHUNKS = ROPE / 8;  // a token's chunks of 16 bytes
 static_assert(RANK % 64 == 0 && RANK <= 512 && ROPE % 16 == 0, "");
 
-// The offset of a token's 16 bytes in layout `core-1`, where a token has `chunks` of them: bricks hold 16 bytes of eight tokens.
+// The offset of a token's 16-byte chunk in layout `core-1`; chunks: per token. A brick (core matrix) has one chunk of eight tokens.
 __device__ __forceinline__ constexpr int brick(int chunks, int token, int chunk) {
   return ((token >> 3) * chunks + chunk) * 128 + (token & 7) * 16;
 }

@@ -1,8 +1,8 @@
-"""Entry points for the reading `latent` (MLA), with the meaning of `hf_lowbit_kv.storage.reference`.
+"""`Operations` for latents (MLA) by CUDA kernels, with the meaning of `hf_lowbit_kv.storage.reference`.
 
-Content in FP8 is served by `latent.cu` for few query rows, and by `latent_wide.cu` for many on Hopper GPUs. The latter
-quantizes queries and weights too (`eval/benchmarks/snapmla_pipeline.py` defines that). Content in the model's dtype is
-served by `latent_dense.cu`.
+`latent.cu` attends to content in FP8 with few query rows, and `latent_wide.cu` with many on Hopper GPUs. The latter also
+quantizes queries and weights; `eval/benchmarks/snapmla_pipeline.py` is its reference. `latent_dense.cu` attends to
+content in the model's dtype.
 
 Triton's kernels (`prompt.py`) serve chunks of more than `TOKENS` tokens, more than `DENSE_ROWS` query rows over content
 in the model's dtype, and `read`. If Triton cannot launch kernels (`toolchain.why_no_launcher`), the reference does. All
@@ -34,30 +34,30 @@ from .nvrtc import Module, load
 TOKENS = 8
 #: query rows (heads x tokens) of a tile; partial results in memory have tiles of this size too
 ROWS = 16
-#: from this many query rows on the wide kernel attends, if it can
+#: smallest number of query rows for the wide kernel
 WIDE_ROWS = 16
-#: the compute capability that the wide kernel is written for
+#: the compute capability of the wide kernel
 WIDE_CAPABILITY = (9, 0)
-#: the wide kernel by its query rows: stages of 64 tokens in shared memory, and blocks on a multiprocessor
+#: shapes of the wide kernel, by query rows: stages of 64 tokens in shared memory, and CTAs per multiprocessor
 WIDE_SHAPES = {16: (4, 1), 32: (4, 1), 64: (4, 1)}
-#: bytes of shared memory that a block may have on Hopper
+#: largest shared memory of a CTA on Hopper, in bytes
 WIDE_SHARED = 227 * 1024
 #: largest number of query rows over content in the model's dtype. The kernel reads the content once for every 16 rows;
 #: `prompt.py` unpacks it once for all rows
 DENSE_ROWS = 256
-#: shapes of `latent_dense.cu`, the fastest first: blocks on a multiprocessor, and stages of 32 tokens
+#: shapes of `latent_dense.cu`, the fastest first: CTAs per multiprocessor, and stages of 32 tokens
 DENSE_SHAPES = ((1, 3), (1, 2))
-#: bytes of shared memory that a block takes beyond what it asks for
+#: bytes of shared memory that a CTA takes in addition to its request
 RESERVED = 1024
-#: largest number of shares of a sequence
-MOST_SPLITS = 512
-#: a block's fixed cost (queries, first copies, results for the merge), counted in pieces of `LatentLaunch.tokens` tokens
-BEGINNING = 8
+#: largest number of splits of a sequence
+MAX_SPLITS = 512
+#: fixed cost of a CTA (queries, first copies, partial results), in units of a KV tile of `LatentLaunch.tokens` tokens
+CTA_COST = 8
 THREADS = 128
 #: use the conversion instruction if the GPU has one
 CONVERT = True
-#: from this many query rows (of all sequences) on, a warp merges a row; fewer rows are merged by blocks, a slice of
-#: channels each
+#: with this many query rows (of all sequences) or more, a warp merges a row; otherwise a CTA merges a slice of a row's
+#: channels
 MERGE_ROWS = 512
 RANKS = range(64, 513, 64)
 ROPES = (16, 32, 64, 128)
@@ -102,16 +102,16 @@ def _exact(spec: LayerSpec) -> bool:
 
 
 def _dense_bytes(rank: int, rope: int, stages: int) -> int:
-    """Shared memory of a block of `latent_dense.cu`: weights and maxima of 16 query rows, and the stages."""
+    """Shared memory of a CTA of `latent_dense.cu`: weights and maxima of 16 query rows, and the stages."""
     return 32 * 16 * 2 + 2 * 16 * 4 + stages * 32 * (rank + rope) * 2
 
 
 def dense_shape(rank: int, rope: int, shared: int) -> tuple[int, int] | None:
     """The first of `DENSE_SHAPES` that fits into a multiprocessor with `shared` bytes of shared memory."""
     fits = (
-        (blocks, stages)
-        for blocks, stages in DENSE_SHAPES
-        if blocks * (_dense_bytes(rank, rope, stages) + RESERVED) <= shared
+        (ctas, stages)
+        for ctas, stages in DENSE_SHAPES
+        if ctas * (_dense_bytes(rank, rope, stages) + RESERVED) <= shared
     )
     return next(fits, None)
 
@@ -121,10 +121,8 @@ def why_not_dense(rank: int, rope: int, shared: int) -> str | None:
     `None`."""
     if dense_shape(rank, rope, shared) is not None:
         return None
-    least = _dense_bytes(rank, rope, DENSE_SHAPES[-1][1]) + RESERVED
-    return (
-        f"needs {-(-least // 1024)} KiB of shared memory for latents of {rank} + {rope} channels, not {shared // 1024}"
-    )
+    required = _dense_bytes(rank, rope, DENSE_SHAPES[-1][1]) + RESERVED
+    return f"needs {-(-required // 1024)} KiB of shared memory for latents of {rank} + {rope} channels, not {shared // 1024}"
 
 
 @functools.cache
@@ -150,8 +148,8 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
         "ROPE_AT": parts[0],
         "CONVERT": int(convert),
         "BF16": int(dtype == torch.bfloat16),
-        "MOST_TOKENS": TOKENS,
-        "MOST_SPLITS": MOST_SPLITS,
+        "MAX_TOKENS": TOKENS,
+        "MAX_SPLITS": MAX_SPLITS,
         "NT": 2,
         "SPREAD": 0,
     }
@@ -164,18 +162,18 @@ def converts(device: torch.device) -> bool:
 
 
 class LatentLaunch(NamedTuple):
-    """How a step attends."""
+    """The launch of a step's attention."""
 
     module: Module
     kernel: str
     threads: int
     shared: int
     rows: int
-    """query rows of a block"""
-    blocks: int
-    """blocks on a multiprocessor at a time"""
+    """query rows per CTA"""
+    ctas: int
+    """CTAs per multiprocessor"""
     tokens: int
-    """that a share of a sequence has at least"""
+    """smallest number of tokens of a split"""
 
 
 def why_not_wide(rank: int, rows: int, device: torch.device) -> str | None:
@@ -191,20 +189,20 @@ def plan(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, rows: int, d
     """The compiled kernel that attends for `rows` query rows."""
     if _exact(spec):
         module, shared = _module(spec, rank, rope, dtype, device)
-        blocks, _ = _dense_shape(rank, rope, device)
-        return LatentLaunch(module, "latent_dense_attend", THREADS, shared, ROWS, blocks, tokens=128)
+        ctas, _ = _dense_shape(rank, rope, device)
+        return LatentLaunch(module, "latent_dense_attend", THREADS, shared, ROWS, ctas, tokens=128)
     if why_not_wide(rank, rows, device) is not None:
         module, shared = _module(spec, rank, rope, dtype, device)
-        return LatentLaunch(module, "latent_attend", THREADS, shared, ROWS, blocks=2, tokens=128)
+        return LatentLaunch(module, "latent_attend", THREADS, shared, ROWS, ctas=2, tokens=128)
     columns = min(64, max(16, 1 << (rows - 1).bit_length()))
-    stages, blocks = WIDE_SHAPES[columns]
-    return _wide_plan(spec, rank, rope, dtype, columns, wide_stages(rank, rope, columns, stages), blocks, device)
+    stages, ctas = WIDE_SHAPES[columns]
+    return _wide_plan(spec, rank, rope, dtype, columns, wide_stages(rank, rope, columns, stages), ctas, device)
 
 
-def wide_stages(rank: int, rope: int, columns: int, wanted: int) -> int:
-    """How many of `wanted` stages fit into shared memory beside queries, weights and the numbers of each column."""
-    beside = columns * (rank + 2 * rope + 8 * 16 + 14 * 4) + 8 * wanted
-    return min(wanted, (WIDE_SHARED - beside) // (64 * (rank + 2 * rope + 4)))
+def wide_stages(rank: int, rope: int, columns: int, max_stages: int) -> int:
+    """The number of stages, `max_stages` at most, that fit into shared memory with queries, weights and per-column data."""
+    fixed = columns * (rank + 2 * rope + 8 * 16 + 14 * 4) + 8 * max_stages
+    return min(max_stages, (WIDE_SHARED - fixed) // (64 * (rank + 2 * rope + 4)))
 
 
 @functools.cache
@@ -215,23 +213,25 @@ def _wide_plan(
     dtype: torch.dtype,
     columns: int,
     stages: int,
-    blocks: int,
+    ctas: int,
     device: torch.device,
 ) -> LatentLaunch:
-    more = ("COLUMNS", str(columns)), ("STAGES", str(stages)), ("BLOCKS", str(blocks))
-    module = load("latent_wide.cu", (*defines(spec, rank, rope, dtype, True), *more), device, arch_specific=True)
+    shape_macros = ("COLUMNS", str(columns)), ("STAGES", str(stages)), ("CTAS", str(ctas))
+    module = load(
+        "latent_wide.cu", (*defines(spec, rank, rope, dtype, True), *shape_macros), device, arch_specific=True
+    )
     shared = module.integer("latent_wide_shared_bytes")
-    return LatentLaunch(module, "latent_wide_attend", 256, shared, columns, blocks, tokens=128)
+    return LatentLaunch(module, "latent_wide_attend", 256, shared, columns, ctas, tokens=128)
 
 
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
-    """The compiled file with the kernels that store and merge and the kernel for few query rows; and the shared memory
-    of the latter."""
+    """The module with the kernels that store, merge, and attend with few query rows; the shared memory of the latter, in
+    bytes."""
     if _exact(spec):
-        blocks, stages = _dense_shape(rank, rope, device)
-        more = ("BLOCKS", str(blocks)), ("STAGES", str(stages))
-        module = load("latent_dense.cu", (*defines(spec, rank, rope, dtype, converts(device)), *more), device)
+        ctas, stages = _dense_shape(rank, rope, device)
+        shape_macros = ("CTAS", str(ctas)), ("STAGES", str(stages))
+        module = load("latent_dense.cu", (*defines(spec, rank, rope, dtype, converts(device)), *shape_macros), device)
         return module, module.integer("latent_dense_shared_bytes")
     module = load("latent.cu", defines(spec, rank, rope, dtype, converts(device)), device)
     return module, module.integer("latent_shared_bytes")
@@ -245,10 +245,16 @@ def _dense_shape(rank: int, rope: int, device: torch.device) -> tuple[int, int]:
 
 
 def _launch(
-    module: Module, name: str, grid: tuple[int, int, int], args: _Args, *more, threads: int = THREADS, shared: int = 0
+    module: Module,
+    name: str,
+    grid: tuple[int, int, int],
+    args: _Args,
+    *more_args,
+    threads: int = THREADS,
+    shared: int = 0,
 ) -> None:
     launches[name] = launches.get(name, 0) + 1
-    module.launch(name, grid, threads, args, *more, shared=shared)
+    module.launch(name, grid, threads, args, *more_args, shared=shared)
 
 
 class CudaLatentOperations(Operations):
@@ -279,8 +285,8 @@ def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
     q, k, v, mask, scaling, softcap, sinks, *_ = chunk
     assert q is not None
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
-    many = _exact(spec) and heads * tokens > DENSE_ROWS
-    if tokens > TOKENS or many or softcap is not None or sinks is not None:
+    too_many_rows = _exact(spec) and heads * tokens > DENSE_ROWS
+    if tokens > TOKENS or too_many_rows or softcap is not None or sinks is not None:
         out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(chunk, store)
         if storing:
             _append(chunk, store)
@@ -288,8 +294,8 @@ def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
     q, k, v, device = aligned(q), aligned(k), aligned(v), q.device
     rows, pages = heads * tokens, state.page_address.shape[1]
     chosen = plan(spec, rank, rope, q.dtype, rows, device)
-    tiles, blocks = -(-rows // ROWS), -(-rows // chosen.rows)
-    splits = split_count(chosen, properties(device).multi_processor_count, batch * blocks, pages * spec.page_size)
+    tiles, row_blocks = -(-rows // ROWS), -(-rows // chosen.rows)
+    splits = split_count(chosen, properties(device).multi_processor_count, batch * row_blocks, pages * spec.page_size)
     partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
     sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)
@@ -321,7 +327,9 @@ def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
         ),
         *(heads, tokens, pages, splits, spec.room(pages), int(storing), scaling),
     )
-    _launch(chosen.module, chosen.kernel, (splits, batch, blocks), args, threads=chosen.threads, shared=chosen.shared)
+    _launch(
+        chosen.module, chosen.kernel, (splits, batch, row_blocks), args, threads=chosen.threads, shared=chosen.shared
+    )
     module, _ = _module(spec, rank, rope, q.dtype, device)
     if rank % 128 == 0 and batch * rows >= MERGE_ROWS:
         _launch(module, "latent_merge_rows", (-(-rows // 4) + int(storing), batch, 1), args)
@@ -332,20 +340,19 @@ def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
 
 
 def split_count(chosen: LatentLaunch, processors: int, programs: int, tokens: int) -> int:
-    """The number of shares into which each of `programs` (sequences x tiles of query rows) is cut."""
-    return _shares(processors * chosen.blocks, programs, max(tokens // chosen.tokens, 1))
+    """The number of splits of each of `programs` (sequences x row blocks)."""
+    return _splits(processors * chosen.ctas, programs, max(tokens // chosen.tokens, 1))
 
 
 @functools.lru_cache(4096)
-def _shares(places: int, programs: int, pieces: int) -> int:
-    """The number of shares with which all programs finish soonest, if `places` blocks run at a time and a program has
-    `pieces` pieces of tokens. A last round of few blocks leaves most of the GPU idle; but every block costs something
-    to begin."""
+def _splits(slots: int, programs: int, kv_tiles: int) -> int:
+    """The number of splits with which all programs finish soonest, if `slots` CTAs run at a time and a program has
+    `kv_tiles` KV tiles. A last wave of few CTAs leaves most of the GPU idle, but every CTA has a fixed cost."""
 
-    def time(shares: int) -> int:
-        return -(-programs * shares // places) * (-(-pieces // shares) + BEGINNING)
+    def time(splits: int) -> int:
+        return -(-programs * splits // slots) * (-(-kv_tiles // splits) + CTA_COST)
 
-    return min(range(1, min(pieces, MOST_SPLITS) + 1), key=time)
+    return min(range(1, min(kv_tiles, MAX_SPLITS) + 1), key=time)
 
 
 def _append(chunk: Chunk, store: LayerStore) -> None:
@@ -383,4 +390,4 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
         *(1, tokens, pages, 1, spec.room(pages), 1, 1.0),
     )
     _launch(module, "latent_append", (tokens, batch, 1), args)
-    _launch(module, "latent_counters", (-(-batch // THREADS), 1, 1), args, ctypes.c_int(batch))
+    _launch(module, "latent_append_counters", (-(-batch // THREADS), 1, 1), args, ctypes.c_int(batch))

@@ -1,34 +1,35 @@
 // Attention of few query rows to latents (MLA) stored in the model's dtype: `reference.attend` with the reading `latent`, formats
 // `dense` (content) and `dense` (RoPE part) in layout `core-1`, no window. `latent_merge.cuh` completes it.
 //
-// All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A block of four warps takes a share of a
-// sequence. It reads 32 tokens at a time from STAGES stages of shared memory:
+// All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A CTA of four warps takes a split of a
+// sequence. It processes KV tiles of 32 tokens, from STAGES stages of shared memory:
 //
 //   scores    A warp takes 16 tokens, all channels and eight query rows. It keeps their queries in registers. Tokens are the left operand
 //             of m16n8k16, query rows its columns.
 //   weights   They are relative to a reference for each query row, rounded to the model's dtype, and written in the order of operands.
 //   values    A warp takes a quarter of the channels, all tokens and all rows. Values are the transposed keys: `ldmatrix.trans`.
 //
-// The barrier in front of the values also takes a vote: has a score outgrown its row's reference by GROWTH powers of two? Only then are
-// the references renewed, from the block's maxima.
+// The barrier before the values is also a vote: does a score exceed its row's reference by more than GROWTH powers of two? Only then the
+// references are renewed, from the maxima of the KV tile.
 #include "latent_merge.cuh"
 
-constexpr int BLOCK = 32;
-constexpr int CONTENT_BYTES = BLOCK * RANK * 2, ROPE_BYTES = BLOCK * ROPE * 2, STAGE_BYTES = CONTENT_BYTES + ROPE_BYTES;
-constexpr int MAXIMA_AT = BLOCK * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // after the weights
-constexpr int TILES = RANK / 16 / WARPS;                                       // tiles of 16 value channels per warp
-constexpr int STEPS = (RANK + ROPE) / 16;                                      // products that make a score
+constexpr int KV_TILE = 32;
+constexpr int CONTENT_BYTES = KV_TILE * RANK * 2, ROPE_BYTES = KV_TILE * ROPE * 2,
+              STAGE_BYTES = CONTENT_BYTES + ROPE_BYTES;
+constexpr int MAXIMA_AT = KV_TILE * 16 * 2, STAGES_AT = MAXIMA_AT + 2 * 16 * 4;  // after the weights
+constexpr int TILES = RANK / 16 / WARPS;                                         // tiles of 16 value channels per warp
+constexpr int STEPS = (RANK + ROPE) / 16;                                        // products that make a score
 constexpr float GROWTH = 8.f;  // weights are at most 2^GROWTH, which fp16 holds
-static_assert(PAGE_TOKENS % BLOCK == 0 && STAGES >= 2, "");
+static_assert(PAGE_TOKENS % KV_TILE == 0 && STAGES >= 2, "");
 
 extern "C" __device__ int latent_dense_shared_bytes = STAGES_AT + STAGES * STAGE_BYTES;
 
-// The address of the page that holds a block of tokens. It is loaded a block ahead, because the copies need it at once.
-__device__ __forceinline__ i64 ask_page(const LatentArgs& a, int b, int block) {
-  return ask(a.address + (i64)b * a.pages + block * BLOCK / PAGE_TOKENS);
+// The address of a KV tile's page. It is loaded one KV tile ahead, because the copies need it immediately.
+__device__ __forceinline__ i64 load_page_address(const LatentArgs& a, int b, int kv_tile) {
+  return load_now(a.address + (i64)b * a.pages + kv_tile * KV_TILE / PAGE_TOKENS);
 }
 
-// Begins to copy `BYTES` of a block's stream, in the page's order; a token has `chunks` of 16 bytes.
+// Starts to copy `BYTES` of a KV tile's stream, in the page's order; a token has CHUNKS_OF chunks of 16 bytes.
 template <int BYTES, int CHUNKS_OF>
 __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int left, int thread) {
 #pragma unroll
@@ -37,22 +38,21 @@ __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int le
     if (BYTES / 16 % THREADS == 0 || at < BYTES / 16) cp16(target + at * 16, source + at * 16, token < left);
   }
 }
-// left: tokens from the block's first on. Bytes after them become zeros, because a weight of 0 times NaN is NaN.
-__device__ __forceinline__ void copy_block(const u8* page, int block, u32 stage, int left, int thread) {
-  const int token = block * BLOCK % PAGE_TOKENS;
+// left: number of tokens from the KV tile's first token on. Later bytes become zeros, because a weight of 0 times NaN is NaN.
+__device__ __forceinline__ void copy_kv_tile(const u8* page, int kv_tile, u32 stage, int left, int thread) {
+  const int token = kv_tile * KV_TILE % PAGE_TOKENS;
   copy_stream<CONTENT_BYTES, CHUNKS>(page + (i64)token * RANK * 2, stage, left, thread);
   copy_stream<ROPE_BYTES, ROPE_CHUNKS>(page + ROPE_AT + token * ROPE * 2, stage + CONTENT_BYTES, left, thread);
 }
 
-// Grid (share, sequence, tile of 16 query rows).
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    latent_dense_attend(const __grid_constant__ LatentArgs a) {
+// Grid (split, sequence, tile of 16 query rows).
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) latent_dense_attend(const __grid_constant__ LatentArgs a) {
   DYNAMIC_SHARED(memory);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, t = lane & 3;
-  const int part = warp & 1, side = warp >> 1;  // the warp's scores: which 16 tokens, which eight query rows
+  const int token_half = warp & 1, row_half = warp >> 1;  // 16 tokens and eight query rows of the warp's scores
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z;
-  const int length = a.length[b], blocks = (length + BLOCK - 1) / BLOCK;
-  const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
+  const int length = a.length[b], kv_tiles = (length + KV_TILE - 1) / KV_TILE;
+  const int first = (int)((i64)kv_tiles * split / a.splits), stop = (int)((i64)kv_tiles * (split + 1) / a.splits);
   const i64 slot = ((i64)b * gridDim.z + tile) * a.splits + split;
   float* sums = a.sums + slot * 32;
   if (first >= stop) {
@@ -63,12 +63,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     return;
   }
   const u32 weights = shared_address(memory), maxima = weights + MAXIMA_AT, stages = weights + STAGES_AT;
-  i64 pages[STAGES];  // pages of the first blocks
+  i64 pages[STAGES];  // pages of the first KV tiles
 #pragma unroll
-  for (int i = 0; i < STAGES; i++) pages[i] = first + i < stop ? ask_page(a, b, first + i) : 0;
+  for (int i = 0; i < STAGES; i++) pages[i] = first + i < stop ? load_page_address(a, b, first + i) : 0;
   u32 q[STEPS][2];  // right operands
   {
-    const int row = tile * 16 + 8 * side + g;
+    const int row = tile * 16 + 8 * row_half + g;
     const bool real = row < a.heads * a.tokens;
     const u32* source =
         reinterpret_cast<const u32*>(a.q + 2 * (real ? b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s : 0)) +
@@ -76,37 +76,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int p = 0; p < STEPS; p++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) q[p][i] = real ? ask(source + 8 * p + 4 * i) : 0u;
+      for (int i = 0; i < 2; i++) q[p][i] = real ? load_now(source + 8 * p + 4 * i) : 0u;
   }
 #pragma unroll
   for (int i = 0; i + 1 < STAGES; i++) {
     if (first + i < stop)
-      copy_block(a.pool + pages[i], first + i, stages + i * STAGE_BYTES, length - (first + i) * BLOCK, thread);
+      copy_kv_tile(a.pool + pages[i], first + i, stages + i * STAGE_BYTES, length - (first + i) * KV_TILE, thread);
     commit();
   }
-  i64 page = pages[STAGES - 1];  // the page of the next block to copy
+  i64 page = pages[STAGES - 1];  // the page of the next KV tile to copy
   float o[TILES][2][4] = {}, m[2][2], own[2] = {LOWEST, LOWEST},
         l[2] = {};  // references of rows 2 t + e + 8 n, and of the rows that the warp scores
   m[0][0] = m[0][1] = m[1][0] = m[1][1] = LOWEST;
   const float factor = a.scaling * LOG2E;
-  int here = 0;  // the block's stage
+  int stage_index = 0;  // the stage of the KV tile
 
 #pragma unroll 1
-  for (int block = first; block < stop; block++) {
-    const u32 stage = stages + here * STAGE_BYTES;
+  for (int kv_tile = first; kv_tile < stop; kv_tile++) {
+    const u32 stage = stages + stage_index * STAGE_BYTES;
     wait<STAGES - 2>();
-    BARRIER(block_ready, __syncthreads());
-    const int ahead = block + STAGES - 1;
+    BARRIER(kv_tile_ready, __syncthreads());
+    const int ahead = kv_tile + STAGES - 1;
     if (ahead < stop)
-      copy_block(a.pool + page, ahead, stages + (here ? here - 1 : STAGES - 1) * STAGE_BYTES, length - ahead * BLOCK,
-                 thread);
+      copy_kv_tile(a.pool + page, ahead, stages + (stage_index ? stage_index - 1 : STAGES - 1) * STAGE_BYTES,
+                   length - ahead * KV_TILE, thread);
     commit();
-    if (ahead + 1 < stop) page = ask_page(a, b, ahead + 1);
-    here = here + 1 < STAGES ? here + 1 : 0;
+    if (ahead + 1 < stop) page = load_page_address(a, b, ahead + 1);
+    stage_index = stage_index + 1 < STAGES ? stage_index + 1 : 0;
 
     float chains[4][4] = {}, s[4];  // four independent chains: products of one chain wait for each other
     {
-      const int token = 16 * part + (lane & 15), half = lane >> 4;
+      const int token = 16 * token_half + (lane & 15), half = lane >> 4;
 #pragma unroll
       for (int p = 0; p < STEPS; p++) {
         u32 k[4];
@@ -119,25 +119,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float x = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
-      s[i] = block * BLOCK + 16 * part + g + 8 * (i >> 1) < length ? x * factor : -INF;
+      s[i] = kv_tile * KV_TILE + 16 * token_half + g + 8 * (i >> 1) < length ? x * factor : -INF;
       grew |= s[i] > own[i & 1] + GROWTH;
     }
     float p[4];
-    auto hand_on = [&]() {
+    auto store_weights = [&]() {
 #pragma unroll
       for (int i = 0; i < 4; i++) p[i] = ex2(s[i] - own[i & 1]);
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const float handed = __uint_as_float(transposed(pack_model(p[2 * i], p[2 * i + 1])));
-        sts<1>(weights + part * 512 + lane * 16 + side * 8 + i * 4, &handed);
+        const float word = __uint_as_float(transposed(pack_model(p[2 * i], p[2 * i + 1])));
+        sts<1>(weights + token_half * 512 + lane * 16 + row_half * 8 + i * 4, &word);
       }
     };
-    hand_on();
+    store_weights();
     if (__syncthreads_or(grew)) {  // all weights are written, unless one is too large
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float top = max_rows(fmaxf(s[e], s[2 + e]));
-        if (g == 0) sts<1>(maxima + (16 * part + 8 * side + 2 * t + e) * 4, &top);
+        if (g == 0) sts<1>(maxima + (16 * token_half + 8 * row_half + 2 * t + e) * 4, &top);
       }
       BARRIER(maxima_ready, __syncthreads());
 #pragma unroll
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
           const float x = fmaxf(m[n][e], fmaxf(__uint_as_float(top[0]), __uint_as_float(top[1]))),
                       decay = ex2(m[n][e] - x);
           m[n][e] = x;
-          if (n == side) {
+          if (n == row_half) {
             own[e] = x;
             l[e] *= decay;
           }
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             o[k][n][2 + e] *= decay;
           }
         }
-      hand_on();
+      store_weights();
       BARRIER(renewed_weights_ready, __syncthreads());
     }
     l[0] += p[0] + p[2];
@@ -199,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
   for (int e = 0; e < 2; e++) {
     const float all = sum_rows(l[e]);
-    if (g == 0) shared_sums[16 * part + 8 * side + 2 * t + e] = all;
+    if (g == 0) shared_sums[16 * token_half + 8 * row_half + 2 * t + e] = all;
   }
   __syncthreads();
   if (thread < 16) sums[16 + thread] = shared_sums[thread] + shared_sums[16 + thread];

@@ -1,36 +1,36 @@
-// Attention of many query rows (heads x tokens) to latents in FP8 on Hopper. It does what `latent.cu` does with products of warpgroups
-// (`wgmma`), whose operands are both e4m3. So queries and weights are quantized (SnapMLA, section 3.2). The reference is
+// Attention of many query rows (heads x tokens) to latents in FP8 on Hopper. It does the work of `latent.cu` with products of Hopper's warp
+// groups (`wgmma`), whose operands are both e4m3. So queries and weights are quantized (SnapMLA, section 3.2). The reference is
 // `eval/benchmarks/snapmla_pipeline.py`.
 //
-// A block of two warpgroups attends for COLUMNS query rows, 128 tokens at a time. Operands are swapped: tokens, or channels, are the rows.
+// A CTA of two warp groups processes COLUMNS query rows, in KV tiles of 128 tokens. Operands are swapped: tokens, or channels, are the rows.
 //
-//   scores    S^T = K q^T. A warpgroup takes 64 tokens. Content is in e4m3, the RoPE part in the model's dtype.
+//   scores    S^T = K q^T. A warp group takes 64 tokens. Content is in e4m3, the RoPE part in the model's dtype.
 //   weights   p x scale of the token, in e4m3, relative to a reference that the 128 tokens share. The reference is renewed when a weight
-//             is too large for it, and every RENEWAL blocks; then it becomes the block's own maximum, so small weights lose nothing.
-//             In between no warp waits for another's maximum, and sums need no decay.
-//   values    O^T = V^T P^T. A warpgroup takes half of the channels and all tokens. V^T is read from the bytes of K: `ldmatrix.trans`
+//             is too large for it, and every RENEWAL KV tiles; it then becomes the maximum of the KV tile, so small weights keep their
+//             precision. In between no warp waits for another's maximum, and sums need no decay.
+//   values    O^T = V^T P^T. A warp group takes half of the channels and all tokens. V^T is read from the bytes of K: `ldmatrix.trans`
 //             transposes pairs of channels, `prmt` separates them, and the products read them from registers.
 //
-// Pages are in core matrices (layout `core-1`), so plain bulk copies bring 64 tokens into a ring of STAGES halves.
+// Pages are in core matrices (layout `core-1`), so plain bulk copies load halves (64 tokens of a KV tile) into STAGES stages.
 #include "latent.cuh"
 #include "hopper.cuh"
 
 constexpr int HALF = 64, THREADS = 256, WARPS = 8;
 constexpr int CODE_BYTES = HALF * RANK, ROPE_BYTES = HALF * ROPE * 2, STAGE_BYTES = CODE_BYTES + ROPE_BYTES + HALF * 4;
-constexpr int TILES = RANK / 128;          // tiles of 64 value channels per warpgroup
+constexpr int TILES = RANK / 128;          // tiles of 64 value channels per warp group
 constexpr int EACH = COLUMNS / 4;          // columns for which a lane has scores, of two tokens each
 constexpr int GROUP_BYTES = COLUMNS * 16;  // weights of 16 tokens
 constexpr int WEIGHTS_AT = COLUMNS * (RANK + ROPE * 2), STAGES_AT = WEIGHTS_AT + 8 * GROUP_BYTES;
 constexpr int FACTORS_AT = STAGES_AT + STAGES * STAGE_BYTES;  // scales of the queries, a float a column
-constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;           // the block's maxima, as integers of the same order
+constexpr int MAXIMA_AT = FACTORS_AT + COLUMNS * 4;           // maxima of the KV tile, as integers of the same order
 constexpr int REFERENCES_AT = MAXIMA_AT + COLUMNS * 4;        // two copies: references in powers of two, less LIFT
 constexpr int TOPS_AT = REFERENCES_AT + COLUMNS * 8;          // two copies: maximum so far, less LIFT
 constexpr int SUMS_AT = TOPS_AT + COLUMNS * 8;                // each warp's sums
 constexpr int BARRIERS_AT = SUMS_AT + WARPS * COLUMNS * 4;
 // A weight at the reference is 2^LIFT. A weight 3.7 powers of two larger still fits into e4m3, so maxima may grow for a long time before
-// they outgrow the reference. When the reference is renewed, it becomes the block's maximum if that is larger, or smaller by SHRINKAGE.
-// After a jump by JUMP the next block renews it again, so that tokens after a token that outweighs them all are not lost. It never falls
-// more than DEPTH below the maximum so far, so that sums stay finite. A weight below 2^-15 of the reference is lost.
+// they outgrow the reference. When the reference is renewed, it becomes the maximum of the KV tile if that is larger, or smaller by SHRINKAGE.
+// After a jump by JUMP the next KV tile renews it again, so that tokens after a dominant token are not lost. It never falls more than DEPTH
+// below the maximum so far, so that sums stay finite. A weight below 2^-15 of the reference is lost.
 constexpr float LIFT = 5.f, SHRINKAGE = 4.f, JUMP = 8.f, DEPTH = 40.f;
 constexpr int RENEWAL = 8;
 static_assert(RANK % 128 == 0 && PAGE_TOKENS % HALF == 0 && COLUMNS % 16 == 0 && STAGES >= 2, "");
@@ -49,43 +49,45 @@ __device__ __forceinline__ float2 pair_at(u32 address) {
   return {__uint_as_float(x[0]), __uint_as_float(x[1])};
 }
 
-// Writes query rows as right operands: content in e4m3 with a scale for each row, and the RoPE part as it is.
+// Writes query rows as right operands: content in e4m3 with a scale per row, and the RoPE part unchanged.
 __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile, u8* smem, int warp, int lane) {
-  constexpr int OWN = COLUMNS / WARPS, WORDS = RANK / 64, MORE = (ROPE + 63) / 64;
+  constexpr int OWN = COLUMNS / WARPS, WORDS = RANK / 64, ROPE_WORDS = (ROPE + 63) / 64;
   const int last = a.heads * a.tokens - 1;
   float* factors = reinterpret_cast<float*>(smem + FACTORS_AT);
-  u32 content[OWN][WORDS], rope[OWN][MORE];
+  u32 content[OWN][WORDS], rope[OWN][ROPE_WORDS];
 #pragma unroll
   for (int j = 0; j < OWN; j++) {                                  // all loads begin before the first result is used
     const int row = min(tile * COLUMNS + warp + j * WARPS, last);  // rows past the last one are replaced by zeros
     const u32* source =
         reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + row % a.heads * a.q_h + row / a.heads * a.q_s));
 #pragma unroll
-    for (int k = 0; k < WORDS; k++) content[j][k] = ask(source + 32 * k + lane);
+    for (int k = 0; k < WORDS; k++) content[j][k] = load_now(source + 32 * k + lane);
 #pragma unroll
-    for (int k = 0; k < MORE; k++) rope[j][k] = 64 * k + 2 * lane < ROPE ? ask(source + RANK / 2 + 32 * k + lane) : 0u;
+    for (int k = 0; k < ROPE_WORDS; k++)
+      rope[j][k] = 64 * k + 2 * lane < ROPE ? load_now(source + RANK / 2 + 32 * k + lane) : 0u;
   }
-  float most[OWN] = {};
+  float largest[OWN] = {};
 #pragma unroll
   for (int j = 0; j < OWN; j++) {
     const bool real = tile * COLUMNS + warp + j * WARPS <= last;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) content[j][k] = real ? content[j][k] : 0u;
 #pragma unroll
-    for (int k = 0; k < MORE; k++) rope[j][k] = real ? rope[j][k] : 0u;
+    for (int k = 0; k < ROPE_WORDS; k++) rope[j][k] = real ? rope[j][k] : 0u;
 #pragma unroll
     for (int k = 0; k < WORDS; k++)
-      most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
+      largest[j] =
+          fmaxf(largest[j], fmaxf(fabsf(to_float(content[j][k] & 0xffff)), fabsf(to_float(content[j][k] >> 16))));
   }
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1)
 #pragma unroll
-    for (int j = 0; j < OWN; j++) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+    for (int j = 0; j < OWN; j++) largest[j] = fmaxf(largest[j], __shfl_xor_sync(~0u, largest[j], d));
 #pragma unroll
   for (int j = 0; j < OWN; j++) {
     const int row = warp + j * WARPS;
-    const float scale = fmaxf(most[j] * (1.f / 448.f), 8.673617379884035e-19f),
-                inverse = rcp(scale);  // 2^-60: `formats.fp8.LEAST_SCALE`
+    const float scale = fmaxf(largest[j] * (1.f / 448.f), 8.673617379884035e-19f),
+                inverse = rcp(scale);  // 2^-60: `formats.fp8.MIN_SCALE`
     if (lane == 0) factors[row] = scale * a.scaling * LOG2E;
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
           (u16)pack_e4m3(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
     }
 #pragma unroll
-    for (int k = 0; k < MORE; k++) {
+    for (int k = 0; k < ROPE_WORDS; k++) {
       const int x = 64 * k + 2 * lane;
       if (x < ROPE)
         *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[j][k];
@@ -102,18 +104,18 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
   }
 }
 
-// The halves of a share of a sequence, and where the next half is copied to. One thread begins the copies.
+// The halves of a split that remain to be copied. One thread starts the copies.
 struct Halves {
   int next, stop;  // indices of halves in the sequence
   i64 page;        // the address of the page of `next`, loaded early
-  __device__ __forceinline__ void ask_page(const LatentArgs& a, int b) {
-    if (next < stop) page = ask(a.address + (i64)b * a.pages + next * HALF / PAGE_TOKENS);
+  __device__ __forceinline__ void load_page_address(const LatentArgs& a, int b) {
+    if (next < stop) page = load_now(a.address + (i64)b * a.pages + next * HALF / PAGE_TOKENS);
   }
-  __device__ __forceinline__ void copy(const LatentArgs& a, int b, u32 memory, int slot) {
+  __device__ __forceinline__ void copy(const LatentArgs& a, int b, u32 memory, int stage_index) {
     if (next >= stop) return;
     const int token = next * HALF % PAGE_TOKENS;
     const u8* from = a.pool + page;
-    const u32 stage = memory + STAGES_AT + slot * STAGE_BYTES, barrier = memory + BARRIERS_AT + slot * 8;
+    const u32 stage = memory + STAGES_AT + stage_index * STAGE_BYTES, barrier = memory + BARRIERS_AT + stage_index * 8;
     barrier_expect(barrier, STAGE_BYTES);
     copy_bulk(stage, from + (i64)token * RANK, CODE_BYTES, barrier);
     copy_bulk(stage + CODE_BYTES, from + ROPE_AT + token * ROPE * 2, ROPE_BYTES, barrier);
@@ -122,8 +124,8 @@ struct Halves {
   }
 };
 
-// Takes maxima of `COUNT` numbers over the eight lanes that have the same columns. Each lane keeps `COUNT / 8` numbers, at least one: those of
-// the columns from `column` on.
+// Takes maxima of `COUNT` numbers over the eight lanes with the same columns. Each lane keeps `COUNT / 8` of them, at least one: the columns
+// from `column` on.
 template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, int& column, int lane) {
   int left = COUNT;
 #pragma unroll
@@ -142,15 +144,15 @@ template <int COUNT> __device__ __forceinline__ void reduce_columns(float* x, in
   }
 }
 
-// Grid (share, sequence, tile of COLUMNS query rows).
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend(const __grid_constant__ LatentArgs a) {
+// Grid (split, sequence, tile of COLUMNS query rows).
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) latent_wide_attend(const __grid_constant__ LatentArgs a) {
   DYNAMIC_SHARED(smem);
-  // The compiler learns that all lanes have the same `warp`: descriptors of products stay in uniform registers.
+  // The shuffle makes `warp` uniform for the compiler, so descriptors of products stay in uniform registers.
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread >> 5, 0), lane = thread & 31, g = lane >> 2,
-            t = lane & 3, group = warp >> 2, part = warp & 3;
+            t = lane & 3, warp_group = warp >> 2, group_warp = warp & 3;
   const int split = blockIdx.x, b = blockIdx.y, tile = blockIdx.z, tiles = (a.heads * a.tokens + 15) / 16;
-  const int length = a.length[b], blocks = (length + 2 * HALF - 1) / (2 * HALF);
-  const int first = (int)((i64)blocks * split / a.splits), stop = (int)((i64)blocks * (split + 1) / a.splits);
+  const int length = a.length[b], kv_tiles = (length + 2 * HALF - 1) / (2 * HALF);
+  const int first = (int)((i64)kv_tiles * split / a.splits), stop = (int)((i64)kv_tiles * (split + 1) / a.splits);
   auto slot_of = [&](int row) { return ((i64)b * tiles + tile * (COLUMNS / 16) + row / 16) * a.splits + split; };
   auto is_real = [&](int row) { return tile * (COLUMNS / 16) + row / 16 < tiles; };
   if (first >= stop) {
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int i = 0; i < STAGES; i++) {
       halves.next = 2 * first + i;
-      halves.ask_page(a, b);
+      halves.load_page_address(a, b);
       pages[i] = halves.page;
     }
     halves.next = 2 * first;
@@ -180,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       halves.page = pages[i];
       halves.copy(a, b, memory, i);
     }
-    halves.ask_page(a, b);
+    halves.load_page_address(a, b);
   }
   if (thread < COLUMNS) {
     reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
@@ -201,23 +203,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
   const float factor = a.scaling * LOG2E;
   const u64 queries = matrix(memory, 128, RANK * 8), rope_queries = matrix(memory + COLUMNS * RANK, 128, ROPE * 16);
   const u64 weight_rows = matrix(weights, GROUP_BYTES, 128);
-  int turn = 0, slot = 0, phase = 0;  // slot: where the block's first half is; phase: that slot's
-  bool again = false;                 // renew, because the reference has just jumped
+  int buffer = 0, stage_index = 0, phase = 0;  // stage_index, phase: of the KV tile's first half
+  bool again = false;                          // renew, because the reference has just jumped
 
 #pragma unroll 1
-  for (int block = first; block < stop; block++) {
-    const bool whole = 2 * block + 1 < halves.stop;  // otherwise the first half is read in place of the second
-    const int next = slot + 1 == STAGES ? 0 : slot + 1, next_phase = phase ^ (slot + 1 == STAGES);
-    const u32 stages = memory + STAGES_AT, mine = stages + (group && whole ? next : slot) * STAGE_BYTES;
-    barrier_wait(memory + BARRIERS_AT + slot * 8, phase);
+  for (int kv_tile = first; kv_tile < stop; kv_tile++) {
+    const bool whole = 2 * kv_tile + 1 < halves.stop;  // otherwise the first half is read in place of the second
+    const int next = stage_index + 1 == STAGES ? 0 : stage_index + 1, next_phase = phase ^ (stage_index + 1 == STAGES);
+    const u32 stages = memory + STAGES_AT, mine = stages + (warp_group && whole ? next : stage_index) * STAGE_BYTES;
+    barrier_wait(memory + BARRIERS_AT + stage_index * 8, phase);
     if (whole) barrier_wait(memory + BARRIERS_AT + next * 8, next_phase);
 
     const u64 keys = matrix(mine, 128, RANK * 8), rope_keys = matrix(mine + CODE_BYTES, 128, ROPE * 16);
     float s[COLUMNS / 2], r[COLUMNS / 2];
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) s[i] = r[i] = 0.f;
-    keep<COLUMNS / 2>(s);
-    keep<COLUMNS / 2>(r);
+    pin_registers<COLUMNS / 2>(s);
+    pin_registers<COLUMNS / 2>(r);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < ROPE / 16; k++)
@@ -230,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     float scale[2], inverse[2], logarithm[2];  // tokens g and g + 8 of the warp's 16
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int token = 16 * part + g + 8 * i;
-      const bool real = (2 * block + group) * HALF + token < length;
+      const int token = 16 * group_warp + g + 8 * i;
+      const bool real = (2 * kv_tile + warp_group) * HALF + token < length;
       u32 bits;
       lds<1>(&bits, mine + CODE_BYTES + ROPE_BYTES + token * 4);
       scale[i] = real ? __uint_as_float(bits) : 1.f;
@@ -239,14 +241,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       inverse[i] = rcp(scale[i]);
     }
     wgmma_wait<0>();
-    keep<COLUMNS / 2>(s);
-    keep<COLUMNS / 2>(r);
+    pin_registers<COLUMNS / 2>(s);
+    pin_registers<COLUMNS / 2>(r);
 
     // Scores become exponents of weights, relative to the reference so far.
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; j++) {
       const float2 size = pair_at(memory + FACTORS_AT + (8 * j + 2 * t) * 4);
-      const float2 reference = pair_at(memory + REFERENCES_AT + (turn * COLUMNS + 8 * j + 2 * t) * 4);
+      const float2 reference = pair_at(memory + REFERENCES_AT + (buffer * COLUMNS + 8 * j + 2 * t) * 4);
 #pragma unroll
       for (int e = 0; e < 2; e++)
 #pragma unroll
@@ -256,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
                  (r[x] * factor + (logarithm[i] - (e ? reference.y : reference.x)));
         }
     }
-    const int count = block - first;
+    const int count = kv_tile - first;
     bool renew = again || (count & (count - 1)) == 0 || count % RENEWAL == 0;
     u32 codes[COLUMNS / 8];
     auto put_weights = [&]() {  // 16 tokens of a warp: first, ninth, second, ...
@@ -269,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     // Values, 32 tokens at a time: the first ones are loaded before the wait for weights, the others while products run.
     u32 v[2][TILES][4];
     auto load = [&](int step) {
-      const u32 stage = stages + (step >= 2 && whole ? next : slot) * STAGE_BYTES;
+      const u32 stage = stages + (step >= 2 && whole ? next : stage_index) * STAGE_BYTES;
 #pragma unroll
       for (int k = 0; k < TILES; k++) {
         u32 x[4];
-        ldmatrix4_trans(x, stage + brick(CHUNKS, step % 2 * 32 + lane, (group * TILES + k) * 4 + part));
+        ldmatrix4_trans(x, stage + brick(CHUNKS, step % 2 * 32 + lane, (warp_group * TILES + k) * 4 + group_warp));
         v[step & 1][k][0] = permuted2(x[0], x[1], 0x6240);
         v[step & 1][k][1] = permuted2(x[0], x[1], 0x7351);
         v[step & 1][k][2] = permuted2(x[2], x[3], 0x6240);
@@ -321,36 +323,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       float decay[EACH];
 #pragma unroll
       for (int j = 0; j < COLUMNS / 8; j++) {
-        const u32 at = (8 * j + 2 * t) * 4, old = at + turn * COLUMNS * 4;
-        const float2 most = pair_at(memory + MAXIMA_AT + at), reference = pair_at(memory + REFERENCES_AT + old),
+        const u32 at = (8 * j + 2 * t) * 4, old = at + buffer * COLUMNS * 4;
+        const float2 largest = pair_at(memory + MAXIMA_AT + at), reference = pair_at(memory + REFERENCES_AT + old),
                      high = pair_at(memory + TOPS_AT + old);
         float now[2], tops[2];
         u32 pair[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float before = e ? reference.y : reference.x, known = e ? high.y : high.x;
-          const float excess = unordered(__float_as_int(e ? most.y : most.x)) - LIFT, m = before + excess;
-          tops[e] = fmaxf(m, known);
+          const float before = e ? reference.y : reference.x, previous_top = e ? high.y : high.x;
+          const float excess = unordered(__float_as_int(e ? largest.y : largest.x)) - LIFT, m = before + excess;
+          tops[e] = fmaxf(m, previous_top);
           const bool moves = excess > 0.f || excess < -SHRINKAGE;
-          jumped |= excess > JUMP && known != LOWEST;
+          jumped |= excess > JUMP && previous_top != LOWEST;
           now[e] = moves ? fmaxf(m, tops[e] - DEPTH) : before;
           moved |= moves;
-          const float d = known == LOWEST ? 0.f : ex2(before - now[e]), p0 = ex2(s[4 * j + e] + (before - now[e])),
-                      p1 = ex2(s[4 * j + 2 + e] + (before - now[e]));
+          const float d = previous_top == LOWEST ? 0.f : ex2(before - now[e]),
+                      p0 = ex2(s[4 * j + e] + (before - now[e])), p1 = ex2(s[4 * j + 2 + e] + (before - now[e]));
           decay[2 * j + e] = d;
           l[2 * j + e] = l[2 * j + e] * d + (p0 * inverse[0] + p1 * inverse[1]);
           pair[e] = pack_e4m3(p0, p1);
         }
         codes[j] = pair[0] | pair[1] << 16;
         if (warp == 0 && g == 0) {
-          sts<2>(memory + REFERENCES_AT + at + (turn ^ 1) * COLUMNS * 4, now);
-          sts<2>(memory + TOPS_AT + at + (turn ^ 1) * COLUMNS * 4, tops);
+          sts<2>(memory + REFERENCES_AT + at + (buffer ^ 1) * COLUMNS * 4, now);
+          sts<2>(memory + TOPS_AT + at + (buffer ^ 1) * COLUMNS * 4, tops);
         }
       }
       put_weights();
       BARRIER(renewed_weights_ready, __syncthreads());  // all weights are written
       if (thread < COLUMNS) reinterpret_cast<int*>(smem + MAXIMA_AT)[thread] = ordered(LOWEST);
-      turn ^= 1;
+      buffer ^= 1;
       again = __any_sync(~0u, jumped);  // the same in all warps
       if (__any_sync(~0u, moved)) {
 #pragma unroll
@@ -360,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
       }
     }
 #pragma unroll
-    for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
+    for (int k = 0; k < TILES; k++) pin_registers<COLUMNS / 2>(o[k]);
 #pragma unroll
     for (int step = 0; step < 4; step++) {
       wgmma_fence();
@@ -375,17 +377,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
     }
     wgmma_wait<0>();
 #pragma unroll
-    for (int k = 0; k < TILES; k++) keep<COLUMNS / 2>(o[k]);
+    for (int k = 0; k < TILES; k++) pin_registers<COLUMNS / 2>(o[k]);
 
-    BARRIER(stages_free, __syncthreads());  // all warps have read the block's bytes
+    BARRIER(stages_free, __syncthreads());  // all warps have read the KV tile
     if (thread == 0) {
-      halves.copy(a, b, memory, slot);
-      halves.ask_page(a, b);
+      halves.copy(a, b, memory, stage_index);
+      halves.load_page_address(a, b);
       halves.copy(a, b, memory, next);
-      halves.ask_page(a, b);
+      halves.load_page_address(a, b);
     }
-    phase ^= slot + 2 >= STAGES;
-    slot = slot + 2 >= STAGES ? slot + 2 - STAGES : slot + 2;
+    phase ^= stage_index + 2 >= STAGES;
+    stage_index = stage_index + 2 >= STAGES ? stage_index + 2 - STAGES : stage_index + 2;
   }
 
 #pragma unroll
@@ -397,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
         const int row = 8 * j + 2 * t + e;
         if (is_real(row))
           *reinterpret_cast<float2*>(a.partial + (slot_of(row) * 16 + row % 16) * RANK +
-                                     ((group * TILES + k) * 4 + part) * 16 + 2 * g) =
+                                     ((warp_group * TILES + k) * 4 + group_warp) * 16 + 2 * g) =
               float2{o[k][4 * j + e], o[k][4 * j + 2 + e]};
       }
   float* shared_sums = reinterpret_cast<float*>(smem + SUMS_AT);
@@ -412,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) latent_wide_attend
 #pragma unroll
     for (int w = 0; w < WARPS; w++) all += shared_sums[w * COLUMNS + thread];
     float* at = a.sums + slot_of(thread) * 32 + thread % 16;
-    at[0] = reinterpret_cast<const float*>(smem + REFERENCES_AT)[turn * COLUMNS + thread];
+    at[0] = reinterpret_cast<const float*>(smem + REFERENCES_AT)[buffer * COLUMNS + thread];
     at[16] = all;
   }
 }

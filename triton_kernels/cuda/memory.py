@@ -1,7 +1,7 @@
-"""How the attend kernel divides its shared memory.
+"""The layout of the attend kernel's shared memory.
 
-`warp.cuh` computes the same sizes from the same numbers. Both sides check that they agree: it asserts `SHARED_BYTES`, and
-`modules.attend_module` asks the compiled kernel.
+`warp.cuh` computes the same sizes from the same numbers. Both check that they agree: it asserts `SHARED_BYTES`, and
+`modules.attend_module` reads the size from the compiled kernel.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from .needs import Needs, slices
 
 
 class Memory(NamedTuple):
-    """Sizes in bytes. A warp's ring, window and result use the same memory, one after the other."""
+    """Sizes in bytes. A warp uses the same memory for its ring, then for its window, then for its result."""
 
     queries: int
-    """of a team and slice: queries in every form that keys ask for, their sizes and sums (`HEAD_BYTES`)"""
+    """per warp group and slice: queries in every form that keys need, their sizes and sums (`HEAD_BYTES`)"""
     ring: int
-    """of a warp: pieces of pages on their way, and what values are made into (`SLOTS_BYTES`)"""
+    """per warp: pipeline stages, and scratch memory of values (`STAGES_BYTES`)"""
     window: int
-    """of a warp: 32 tokens of the window, keys and values, or one after the other (`WINDOW_BYTES`)"""
+    """per warp: 32 tokens of the window, keys and values; or (narrow) the larger of the two (`WINDOW_BYTES`)"""
     result: int
-    """of a warp: what it hands over to be merged (`MERGE_BYTES`)"""
+    """per warp: its partial result (`MERGE_BYTES`)"""
     tables: int
-    """of a block: codebooks (`TABLES`)"""
+    """per CTA: codebooks (`TABLES`)"""
     exchange: int = 0
-    """of a warp, beside all that: scores for the other warps of a divided head (`EXCHANGE_BYTES`)"""
+    """per warp, in addition: scores for the other warps of a divided head (`EXCHANGE_BYTES`)"""
     slices: int = 1
-    """warps among which a head is divided"""
+    """number of warps that divide a head"""
 
     @property
     def warp(self) -> int:
         return _rounded(max(self.ring, self.window, self.result)) + self.exchange
 
-    def team(self, warps: int) -> int:
+    def warp_group(self, warps: int) -> int:
         return self.slices * self.queries + warps * self.warp
 
-    def block(self, warps: int, teams: int) -> int:
-        return teams * self.team(warps) + self.tables
+    def cta(self, warps: int, warp_groups: int) -> int:
+        return warp_groups * self.warp_group(warps) + self.tables
 
 
 def memory(
@@ -45,25 +45,26 @@ def memory(
     values: Needs,
     head_dim_k: int,
     head_dim_v: int,
-    piece: int,
+    kv_tile: int,
     row_tiles: int,
     narrow: bool,
 ) -> Memory:
-    """piece: tokens of a piece. row_tiles: groups of eight query rows. narrow: keys and values of the window take
-    turns."""
-    rows, parts = 8 * row_tiles, slices(max(head_dim_k, head_dim_v))
-    head_dim_k, head_dim_v = head_dim_k // parts, head_dim_v // parts
-    ring = 2 * sum(side.codes * piece // 32 + side.meta(piece) for side in (keys, values)) + values.scratch * piece
-    if keys.same_for >= 2 * piece:
-        ring -= keys.meta(piece) - keys.again * piece
+    """The memory of one kernel shape (`geometry.KernelShape`)."""
+    rows, slice_count = 8 * row_tiles, slices(max(head_dim_k, head_dim_v))
+    head_dim_k, head_dim_v = head_dim_k // slice_count, head_dim_v // slice_count
+    ring = (
+        2 * sum(side.codes * kv_tile // 32 + side.meta(kv_tile) for side in (keys, values)) + values.scratch * kv_tile
+    )
+    if keys.same_for >= 2 * kv_tile:
+        ring -= keys.meta(kv_tile) - keys.again * kv_tile
     return Memory(
         queries=_rounded(keys.queries * rows * (2 * head_dim_k + 16) + 4 * rows * (1 + keys.sums)),
         ring=ring,
         window=64 * (max(head_dim_k, head_dim_v) if narrow else head_dim_k + head_dim_v),
         result=4 * rows * (head_dim_v + 3),
         tables=keys.table + values.table,
-        exchange=1024 * row_tiles if parts > 1 else 0,
-        slices=parts,
+        exchange=1024 * row_tiles if slice_count > 1 else 0,
+        slices=slice_count,
     )
 
 

@@ -1,7 +1,7 @@
-// Tokens in the model's dtype, row by row: the window (sink, tail, chunk) of every cache, and pages of `formats.dense`.
+// Tokens in the model's dtype, token by token: the window (sink, tail, new tokens) of every cache, and pages of `formats.dense`.
 //
-// Each lane copies 16 bytes of each of its tokens to a place that only this lane uses. A key's bytes can be used at once, because `channel_of` gives
-// a lane eight neighbouring channels. A value's bytes need one transposition for each register.
+// Each lane copies 16 bytes of each of its tokens to shared memory that only this lane uses. A key's bytes are operands already, because
+// `channel_of` gives a lane eight neighbouring channels. A value's bytes need one transposition per register.
 #pragma once
 #include "common.cuh"
 

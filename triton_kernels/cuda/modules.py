@@ -1,4 +1,4 @@
-"""Which kernel of `attend.cu` a step gets, and compiling it before it is needed."""
+"""The variant of `attend.cu` for a step, its module, and compilation ahead of use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from ...storage.layer_spec import LayerSpec
 from ...storage.transforms import Fused
-from .geometry import Choice, attend_defines, can_store, choose
-from .nvrtc import Module, ahead, load
+from .geometry import KernelShape, Sinks, attend_defines, can_append, choose_shape
+from .nvrtc import Module, compile_ahead, load
 
 
-class AttendKernel(NamedTuple):
+class AttendVariant(NamedTuple):
     """Everything that a compilation of `attend.cu` depends on."""
 
     spec: LayerSpec
@@ -25,15 +25,14 @@ class AttendKernel(NamedTuple):
     heads: int
     """KV heads of all sequences"""
     mask: bool
-    sinks: int
-    """0 none, 1 in the model's dtype, 2 in float32"""
+    sinks: Sinks
     softcap: bool
     lacking: bool
-    """whether something is added to all scores of a query (`Chunk.lacking`)"""
+    """whether a number per query is added to all of its scores (`Chunk.lacking`)"""
     transform: Fused | None
     ordered: bool
-    store: bool
-    """whether the chunk, one token, shall be stored as well"""
+    append: bool
+    """whether the kernel should also store the new token"""
     per_head: bool
     restores: bool
     """whether outputs are rotated back (`Transform.own_inverse`)"""
@@ -46,43 +45,43 @@ def properties(device: torch.device):
 
 
 @functools.cache
-def _layout(kernel: AttendKernel) -> tuple[Choice, bool, tuple[tuple[str, str], ...]]:
-    """The kernel's layout, whether it stores the chunk (if that is requested and possible), and its macros."""
-    spec, head_dim_k, head_dim_v, dtype, rows, heads, mask, sinks, softcap = kernel[:9]
-    device = properties(kernel.device)
+def _plan(variant: AttendVariant) -> tuple[KernelShape, bool, tuple[tuple[str, str], ...]]:
+    """The variant's shape, whether it stores the new token (if requested and possible), and its macros."""
+    spec, head_dim_k, head_dim_v, dtype, rows, heads, mask, sinks, softcap = variant[:9]
+    device = properties(variant.device)
     limits = device.multi_processor_count, device.shared_memory_per_multiprocessor
-    choice = choose(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, kernel.per_head)
-    fused = kernel.store and can_store(spec, head_dim_k, head_dim_v, choice)
-    options = {"transform": kernel.transform, "ordered": kernel.ordered, "fused": fused, "per_head": kernel.per_head}
-    options |= {"restores": kernel.restores, "lacking": kernel.lacking}
-    return choice, fused, attend_defines(spec, head_dim_k, head_dim_v, dtype, choice, mask, sinks, softcap, **options)
+    shape = choose_shape(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, variant.per_head)
+    appends = variant.append and can_append(spec, head_dim_k, head_dim_v, shape)
+    options = {"transform": variant.transform, "ordered": variant.ordered, "appends": appends}
+    options |= {"per_head": variant.per_head, "restores": variant.restores, "lacking": variant.lacking}
+    return shape, appends, attend_defines(spec, head_dim_k, head_dim_v, dtype, shape, mask, sinks, softcap, **options)
 
 
 @functools.cache
-def attend_module(kernel: AttendKernel) -> tuple[Module, Choice, int, bool]:
-    """The kernel, its layout, its shared memory in bytes, and whether it stores the chunk."""
-    choice, fused, defines = _layout(kernel)
-    module, planned = load("attend.cu", defines, kernel.device), dict(defines)
+def attend_module(variant: AttendVariant) -> tuple[Module, KernelShape, int, bool]:
+    """The compiled module, its shape, its shared memory in bytes, and whether it stores the new token."""
+    shape, appends, defines = _plan(variant)
+    module, planned = load("attend.cu", defines, variant.device), dict(defines)
     for name in ("shared_bytes", "argument_bytes"):
         if (compiled := module.integer(name)) != int(planned[name.upper()]):
             raise RuntimeError(
                 f"attend.cu was compiled with {name}={compiled}, and {planned[name.upper()]} is what Python counts"
             )
-    return module, choice, int(planned["SHARED_BYTES"]), fused
+    return module, shape, int(planned["SHARED_BYTES"]), appends
 
 
-def attend_macros(kernel: AttendKernel) -> tuple[tuple[str, str], ...]:
+def attend_macros(variant: AttendVariant) -> tuple[tuple[str, str], ...]:
     """The macros that `attend.cu` is compiled with."""
-    return _layout(kernel)[2]
+    return _plan(variant)[2]
 
 
 @functools.cache
 def expect(name: str, macros: tuple[tuple[str, str], ...], device: torch.device) -> None:
-    """Compile the file `name` in a thread, once. Its first user waits for that thread."""
-    ahead(name, macros, device)
+    """Start to compile the file `name` in a thread, once. Its first use waits for that thread."""
+    compile_ahead(name, macros, device)
 
 
 def forget() -> None:
-    """Forget which kernels were chosen and loaded."""
-    for kept in (_layout, attend_module, expect):
-        kept.cache_clear()
+    """Clear the caches of variants and modules."""
+    for cached in (_plan, attend_module, expect):
+        cached.cache_clear()

@@ -1,7 +1,7 @@
-"""The record with which a format describes itself to the CUDA kernels: names of its C++ structs, and what they need of
-a multiprocessor.
+"""A format's description for the CUDA kernels: names of its C++ structs, and the resources that they need.
 
-A format's module (`affine`, `boosted`, ...) makes these records; `geometry` plans with them and knows no format by name.
+A format's module (`affine`, `boosted`, ...) makes these records. `geometry` plans with them and depends on no particular
+format.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-#: channels that a warp takes at most; wider heads are divided among warps that share tokens (`exchange.cuh`)
+#: largest number of channels per warp; wider heads are divided among warps that process the same tokens (`exchange.cuh`)
 WIDEST = 256
 
 
 def slices(head_dim: int) -> int:
-    """Into how many slices a head is divided."""
+    """The number of slices of a head, one per warp."""
     return -(-head_dim // WIDEST)
 
 
 class Needs(NamedTuple):
-    """The needs of one format on one side (keys or values), for one head size and page size; with `slices`, those of a warp
-    for its channels."""
+    """The needs of one format as keys or as values, for one head size and page size. If the head is divided into slices:
+    those of a warp for its slice."""
 
     header: str
     """file with `struct`"""
@@ -33,26 +33,26 @@ class Needs(NamedTuple):
     codes: int
     """bytes of 32 tokens' codes"""
     meta: Callable[[int], int]
-    """tokens of a piece -> bytes of their scales, zero points, maps"""
+    """tokens of a KV tile -> bytes of their scales, zero points, maps"""
     bits: int = 16
-    """of a number, rounded up"""
+    """bits per number, rounded up"""
     table: int = 0
     """bytes of a codebook in shared memory"""
     grouped: bool = False
     """whether scales change inside a page or a head, which takes registers"""
     longer: bool = False
-    """whether registers allow pieces of 64 tokens with two tiles of query rows, too"""
+    """whether registers allow KV tiles of 64 tokens also with two tiles of query rows"""
     same_for: int = 0
-    """keys: tokens that share their scales; a second piece in flight need not bring them again (`SECOND` in
-    affine_keys.cuh)"""
+    """keys: number of tokens that share scales. The second KV tile of a work tile then needs no copy of them
+    (`SECOND_STAGE_BYTES` in affine_keys.cuh)"""
     again: int = 0
-    """keys with `same_for`: bytes for each token that a second piece brings all the same"""
+    """keys with `same_for`: bytes per token that the second KV tile needs in any case"""
     scratch: int = 0
-    """values: bytes per token that scales are made into (`SCRATCH` in affine_values.cuh)"""
+    """values: bytes per token of numbers derived from scales (`SCRATCH_BYTES` in affine_values.cuh)"""
     queries: int = 2
-    """keys: forms in which queries are kept: as they are, normalised (`NORMALISED`), and without `LIFT`
+    """keys: number of copies of the queries in shared memory: unchanged, normalised (`NORMALISED`), without `LIFT`
     (affine_keys.cuh)"""
     sums: int = 1
-    """keys: groups of channels over which queries are summed up (`GROUPS`)"""
+    """keys: number of groups of channels over which queries are summed (`GROUPS`)"""
     by_thread: bool = False
-    """whether packing takes a thread for every channel"""
+    """whether packing needs a thread per channel"""

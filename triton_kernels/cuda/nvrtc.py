@@ -1,4 +1,4 @@
-"""From CUDA C++ source to a kernel: NVRTC, kernels kept on disk (`kernel_store.py`), and launches through the driver.
+"""Compiles CUDA C++ sources by NVRTC, with a cache on disk (`kernel_cache.py`), and launches kernels through the driver.
 
 No CUDA toolkit is needed: `cuda-bindings` finds the NVRTC library that PyTorch's CUDA wheels bring.
 """
@@ -19,21 +19,21 @@ from typing import Any
 import torch
 
 from ..common import on_device
-from . import kernel_store
+from . import kernel_cache
 
 logger = logging.getLogger("hf_lowbit_kv")
 SOURCES = Path(__file__).parent
-#: without it lambdas with `auto` arguments would be host functions
+#: the last option makes lambdas with `auto` arguments device functions
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
-#: an error shows this many lines of the compiler's log
+#: lines of the compiler's log in an error message
 LOG_LINES = 12
-#: by file name: locks held while a file is compiled; binaries that `ahead` compiled and no launch has used yet
+#: by file name: locks held while a file is compiled; binaries that `compile_ahead` compiled and no launch has used yet
 _compiling: dict[str, threading.Lock] = {}
 _early: dict[str, bytes] = {}
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel's source."""
+    """NVRTC could not compile a kernel's source."""
 
 
 def _bindings() -> tuple[Any, Any]:
@@ -52,7 +52,7 @@ def _checked(result: tuple) -> Any:
 
 @functools.cache
 def source(name: str, headers: tuple[tuple[str, str], ...] = ()) -> str:
-    """The text of a source file, with each included file's text put in place of its first include. headers: see `joined`."""
+    """The text of a source file, with each included file's text in place of its first include. headers: see `joined`."""
     return joined(name, lambda name: (SOURCES / name).read_text(encoding="utf-8"), dict(headers))
 
 
@@ -65,7 +65,7 @@ def joined(name: str, read: Callable[[str], str], headers: Mapping[str, str] | N
     """The same for any files; `read` returns a file's text.
 
     Args:
-        headers: by macro, a file's name in quotes, for `#include MACRO`. The line stays as it is where the macro is not there.
+        headers: macro -> a file's name in quotes, for `#include MACRO`. Includes of other macros stay unchanged.
     """
     seen: set[str] = set()
 
@@ -92,35 +92,35 @@ def text(name: str, defines: tuple[tuple[str, str], ...]) -> str:
 
 
 def binary(
-    name: str, defines: tuple[tuple[str, str], ...], arch: str, anew: bool = False, early: bool = False
+    name: str, defines: tuple[tuple[str, str], ...], arch: str, recompile: bool = False, early: bool = False
 ) -> bytes:
-    """The binary of the file `name` compiled with these macros. anew: compile it even if it is kept on disk. early: the
-    binary is compiled ahead, for a later caller."""
+    """The binary of the file `name` compiled with these macros. recompile: ignore the cache on disk. early: keep the binary
+    in memory for a later caller, because the cache on disk may be unusable."""
     _, nvrtc = _bindings()
     code, version = text(name, defines), _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((code, arch, OPTIONS, version)).encode()).hexdigest()[:32]
     file = f"{Path(name).stem}-{arch}-{key}.cubin"
     with _compiling.setdefault(file, threading.Lock()):  # another thread may be compiling it
-        if not anew and (kernel := _early.pop(file, None) or kernel_store.load(file)) is not None:
+        if not recompile and (kernel := _early.pop(file, None) or kernel_cache.load(file)) is not None:
             return kernel
         _announce(arch)
         out, _ = _compile(code, name, arch)
-        kernel_store.keep(file, out)
+        kernel_cache.save(file, out)
         if early:
-            _early[file] = out  # the directory may keep nothing
+            _early[file] = out
         return out
 
 
-def ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> None:
-    """Compile in a thread, if the file is not compiled yet. `binary` waits for that thread. An error is not raised
-    here: the first launch of the kernel compiles it again and gets the error."""
+def compile_ahead(name: str, defines: tuple[tuple[str, str], ...], device: torch.device) -> None:
+    """Compile the file in a thread, unless it is compiled already. `binary` waits for that thread. Errors are not raised
+    here: the first launch compiles again and raises them."""
 
     def work() -> None:
         with contextlib.suppress(Exception):
             binary(name, defines, _arch(device), early=True)
 
-    # NVRTC releases the interpreter's lock. The thread is no daemon: libraries must not be unloaded under it. So a
-    # process that ends waits for it, a few seconds at most and once for each kernel
+    # NVRTC releases the GIL. The thread is not a daemon, because libraries must not be unloaded while it runs. So the
+    # interpreter waits for it at exit, a few seconds at most per kernel
     threading.Thread(target=work, name="hf-lowbit-kv-compile").start()
 
 
@@ -131,7 +131,7 @@ def _arch(device: torch.device) -> str:
 
 @functools.cache
 def _announce(arch: str) -> None:
-    logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, kernel_store.cache_directory())
+    logger.warning("compiling CUDA kernels for %s, once; they are kept in %s", arch, kernel_cache.cache_directory())
 
 
 def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> tuple[bytes, str]:
@@ -145,10 +145,10 @@ def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> 
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
         compiler_log = log.decode(errors="replace").strip("\0\n")
         if int(status) != 0:
-            shown = "\n".join(compiler_log.splitlines()[:LOG_LINES])
+            first_lines = "\n".join(compiler_log.splitlines()[:LOG_LINES])
             raise CompileError(
                 f"NVRTC could not compile {name} for {arch} ({status!r}); use backend='triton' meanwhile. "
-                f"Its log begins:\n{shown}"
+                f"Its log begins:\n{first_lines}"
             )
         out = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, out))
@@ -158,7 +158,7 @@ def _compile(code: str, name: str, arch: str, options: tuple[str, ...] = ()) -> 
 
 
 def _enter_context(device: int) -> None:
-    """Make torch's context of the device current in this thread, as torch's own first call would do."""
+    """Make torch's context of the device current in this thread, like torch's first call."""
     driver, _ = _bindings()
     context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
     _checked(driver.cuCtxSetCurrent(context))
@@ -177,8 +177,8 @@ class Module:
         with torch.cuda.device(device):
             _enter_context(device.index)
             status, module = self._driver.cuModuleLoadData(data)
-            if int(status) != 0:  # the binary kept on disk may not fit this driver
-                module = _checked(self._driver.cuModuleLoadData(binary(name, defines, arch, anew=True)))
+            if int(status) != 0:  # the cached binary may not fit this driver
+                module = _checked(self._driver.cuModuleLoadData(binary(name, defines, arch, recompile=True)))
             self._module = module
         self._functions: dict[str, Any] = {}
 
@@ -211,7 +211,7 @@ class Module:
                 *(ctypes.addressof(pointers), 0),
             )
             status = self._driver.cuLaunchKernel(*call)[0]
-            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread that has not used the device yet
+            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
                 _enter_context(self.device.index)
                 status = self._driver.cuLaunchKernel(*call)[0]
         _checked((status,))

@@ -1,9 +1,9 @@
-// Turns the warps' sums into outputs: merges them over the warps of a team, then over the teams that share a row.
+// Computes outputs from the warps' sums: merges them over the warps of a warp group, then over the warp groups that share a row.
 #pragma once
 #include "warp.cuh"
-#include "crew.cuh"
+#include "warp_group.cuh"
 
-// Rotates a row's sums back (channels 32 k + lane). Values are stored rotated, and the rotation is its own inverse.
+// Undoes the rotation of values in a row's sums (channels 32 k + lane). The rotation is its own inverse.
 template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane) {
   constexpr int WORDS = D / 32;
   static_assert(!RESTORED || (WORDS * 32 == D && (WORDS & WORDS - 1) == 0), "transforms.Hadamard.own_inverse");
@@ -28,17 +28,19 @@ template <int D> __device__ __forceinline__ void rotate_back(float* o, int lane)
     o[k] *= D == 64 ? 0.125f : D == 128 ? 0.08838834764831845f : D == 256 ? 0.0625f : 0.04419417382415922f;
 }
 
-// The sum o of a slice whose weights are l, as if they were `whole`: slices may differ in what their sums are relative to.
+// The sum o of a slice with weights l, rescaled to weights `whole`: slices may have different references.
 __device__ __forceinline__ float relative_to(float whole, float o, float l) {
   return l > 0.f ? __fdividef(o, l) * whole : 0.f;
 }
 
-// One output number: o and l, both relative to 2^m.
+enum Sinks { NO_SINKS, MODEL_DTYPE_SINKS, FLOAT32_SINKS };  // values of SINKS: `geometry.Sinks`
+
+// Stores one output number; o and l are relative to 2^m.
 __device__ __forceinline__ void put_output(const Args& a, int b, int h, int r, int channel, float o, float l, float m) {
   const int head = h * a.groups + r % a.groups;
-  if constexpr (SINKS) {
-    const float x = (SINKS == 2 ? reinterpret_cast<const float*>(a.sinks)[head]
-                                : to_float(reinterpret_cast<const u16*>(a.sinks)[head])) *
+  if constexpr (SINKS != NO_SINKS) {
+    const float x = (SINKS == FLOAT32_SINKS ? reinterpret_cast<const float*>(a.sinks)[head]
+                                            : to_float(reinterpret_cast<const u16*>(a.sinks)[head])) *
                     LOG2E;
     const float top = fmaxf(m, x), decay = ex2(m - top);
     l = l * decay + ex2(x - top);
@@ -49,16 +51,16 @@ __device__ __forceinline__ void put_output(const Args& a, int b, int h, int r, i
   reinterpret_cast<u16*>(a.out)[at] = (u16)pack_model(value, 0.f);
 }
 
-// The query rows that a block of query rows has of one row (sequence x KV head), and where their results go.
+// The query rows of one row (sequence x KV head) in a row block, and where their results are stored.
 struct Target {
-  int b, h, first, count;  // the first query row of the sequence, and how many are real
+  int b, h, first, count;  // first: of the sequence's query rows; count: existing rows
 
   __device__ __forceinline__ void put(const Args& a, int i, int channel, float o, float l, float m) const {
     put_output(a, b, h, first + i, channel, o, l, m);
   }
 };
 
-// The results of a team's warps, each where the warp's copies were: sums `o` row by row, then maxima, then sums of weights `l`.
+// The results of a warp group's warps, each in the warp's memory for stages: sums `o` row by row, then maxima, then sums of weights `l`.
 struct WarpSums {
   float* memory;  // the first warp's results
   static constexpr int STRIDE = WARP_BYTES / 4, MAXIMA = ROWS * MERGE_STRIDE, WEIGHTS = MAXIMA + ROWS;
@@ -107,11 +109,11 @@ struct WarpSums {
     return o;
   }
 
-  // Writes a team's results: to the output if no other team has a part of the row, otherwise to `slot`.
-  __device__ __forceinline__ void merge(const Args& a, const Target& target, bool alone, float* slot,
+  // Writes a warp group's results: to the output if it has the whole row, otherwise to `slot`.
+  __device__ __forceinline__ void merge(const Args& a, const Target& target, bool whole_row, float* slot,
                                         int thread) const {
     if constexpr (RESTORED)
-      if (alone) {
+      if (whole_row) {
         merge_and_restore(a, target, thread >> 5, thread & 31);
         return;
       }
@@ -119,7 +121,7 @@ struct WarpSums {
       const int i = x / DV;
       float m, l;
       const float o = merged(i, x % DV, m, l);
-      if (alone) target.put(a, i, x % DV, o, l, m);
+      if (whole_row) target.put(a, i, x % DV, o, l, m);
       else {
         slot[x] = o;
         if (x % WV == 0) {
@@ -131,7 +133,7 @@ struct WarpSums {
     }
   }
 
-  // RESTORED: a warp takes a whole row, because the rotation needs all of its channels.
+  // RESTORED: one warp takes all channels of a query row, because the rotation needs them.
   __device__ __forceinline__ void merge_and_restore(const Args& a, const Target& target, int warp, int lane) const {
     for (int i = warp; i < target.count; i += WARPS) {
       float m, l, o[DV / 32];
@@ -150,32 +152,32 @@ struct WarpSums {
   }
 };
 
-// Whether this team is the last to finish the row. If so, the results of the other teams can be read.
-__device__ __forceinline__ bool last_of_row(int* counter, int others, int& last, int thread, int team) {
-  meet(team);
+// Whether this warp group is the last to finish the row. If so, the results of the other warp groups are visible.
+__device__ __forceinline__ bool last_of_row(int* counter, int other_groups, int& last, int thread, int warp_group) {
+  sync_warp_group(warp_group);
   if (thread == 0) {
-    __threadfence();  // orders what the whole team wrote before the barrier
-    last = atomicAdd(counter, 1) == others;
+    __threadfence();  // orders the warp group's writes before the barrier
+    last = atomicAdd(counter, 1) == other_groups;
   }
-  meet(team);
+  sync_warp_group(warp_group);
   return last;
 }
 
-// Sums over the teams `first` to `final` of row i, of a slice of the channels: o, and l, both relative to 2^m. partial: the results of team c
-// are at + c * SLOT_FLOATS.
-template <int WORDS> __device__ __forceinline__ void merge_slice(const float* partial, int first, int final, int i,
+// Sums query row i over the warp groups `first` to `last`, for a slice of the channels: o and l, both relative to 2^m. partial: the results of
+// warp group c are at + c * PARTIAL_FLOATS.
+template <int WORDS> __device__ __forceinline__ void merge_slice(const float* partial, int first, int last, int i,
                                                                  int slice, int lane, float& m, float& l, float* o) {
   constexpr int BATCH = 8;  // loads in flight
   m = LOWEST;
   l = 0.f;
-  for (int c0 = first; c0 <= final; c0 += BATCH) {
+  for (int c0 = first; c0 <= last; c0 += BATCH) {
     float ms[BATCH], ls[BATCH], os[BATCH][WORDS], top = m;
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const bool there = c0 + j <= final;
-      const float* slot = partial + (i64)(there ? c0 + j : final) * SLOT_FLOATS;
+      const bool in_range = c0 + j <= last;
+      const float* slot = partial + (i64)(in_range ? c0 + j : last) * PARTIAL_FLOATS;
       const float *of_row = slot + slice * WV, *of_rows = slot + slice * 2 * ROWS;
-      ms[j] = there ? __ldcg(of_rows + ROWS * DV + i) : -INF;
+      ms[j] = in_range ? __ldcg(of_rows + ROWS * DV + i) : -INF;
       ls[j] = __ldcg(of_rows + ROWS * DV + ROWS + i);
 #pragma unroll
       for (int k = 0; k < WORDS; k++)
@@ -198,16 +200,16 @@ template <int WORDS> __device__ __forceinline__ void merge_slice(const float* pa
   }
 }
 
-// Writes the outputs of a row that the teams `first` to `final` share.
-__device__ __forceinline__ void merge_teams(const Args& a, const Target& target, const float* partial, int first,
-                                            int final, int warp, int lane) {
+// Writes the outputs of a row that the warp groups `first` to `last` share.
+__device__ __forceinline__ void merge_warp_groups(const Args& a, const Target& target, const float* partial, int first,
+                                                  int last, int warp, int lane) {
   __threadfence();
   for (int i = warp; i < target.count; i += WARPS) {
     constexpr int WORDS = (WV + 31) / 32;  // a lane's channels of a slice
     float m[SLICES], l[SLICES], o[SLICES * WORDS] = {};
 #pragma unroll
     for (int slice = 0; slice < SLICES; slice++)
-      merge_slice<WORDS>(partial, first, final, i, slice, lane, m[slice], l[slice], o + slice * WORDS);
+      merge_slice<WORDS>(partial, first, last, i, slice, lane, m[slice], l[slice], o + slice * WORDS);
     if constexpr (RESTORED) {
 #pragma unroll
       for (int k = WORDS; k < SLICES * WORDS; k++) o[k] = relative_to(l[0], o[k], l[k / WORDS]);

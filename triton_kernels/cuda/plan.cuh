@@ -1,37 +1,39 @@
-// Which rows a team attends to, and which parts of them.
+// Assigns rows (sequence x KV head), and splits of them, to warp groups.
 //
-// The work of all rows is counted in units of 256 bytes. The rows are laid end to end and cut into equal shares, one for each team.
-// Usually one warp of the team computes the team's share and passes it to the other warps. There is a faster way where all rows have the same
-// length, and the number of teams is a multiple of the number of rows, or the rows fill the teams evenly several times. Then every row
-// has its own teams, or every team its own rows, and each warp computes its part by itself (`even_part`). Everything waits for the part.
+// The work of a row is counted in units of 256 bytes. In the general case (`WORK_RANGES`) the rows are laid end to end and cut into equal
+// work ranges, one per warp group. One warp computes the group's range and publishes it to the other warps (`Plan`).
+//
+// If all rows have the same length, there are two cheaper schedules. With `ROW_SPLITS` each row has its own warp groups: their number is a
+// multiple of the number of rows. With `WHOLE_ROWS` each warp group has its own rows: they fill the groups evenly several times. In both
+// cases every warp computes its split by itself (`uniform_split`). This matters because all other work waits for the split.
 #pragma once
 #include "warp.cuh"
 
-// One team takes the whole row if the row has at most this many units and blocks for each of the team's warps. (With two, a step over
-// 1024 tokens takes 2 % longer on an H200.)
+// One warp group takes a whole row of at most this many work tiles and window blocks per worker. (With 2 a step over 1024 tokens takes 2 %
+// longer on an H200.)
 constexpr int SHORT = 1;
 
-// Cost of a row for its team besides units and blocks, if rows differ in length: loading queries, filling the pipeline, merging. Without
-// it, a team whose share lies in empty rows gets dozens of them, one after the other, while all other teams wait; a pool of rows is padded
-// with empty ones. (75 rows of 4700 tokens and 53 empty ones, us on an H200: 549 with a factor of 0, 261 with 3, 189 with 6, 148 with 12;
-// 146 without the empty rows)
-constexpr u32 ROW_COST = 12 * UNIT_COST / TEAMS;
+// Fixed cost of a row, for rows of different lengths: load queries, fill the pipeline, merge. Without it a warp group whose range covers
+// empty rows gets dozens of them in sequence while all other groups wait. Pools of rows are padded with empty ones. (75 rows of 4700
+// tokens and 53 empty ones, us on an H200: 549 with a factor of 0, 261 with 3, 189 with 6, 148 with 12; 146 without the empty rows)
+constexpr u32 ROW_COST = 12 * WORK_TILE_COST / WARP_GROUPS;
 
-// A team's part of a row. Bounds are pairs: first, and one past the last.
-struct alignas(16) Part {
+// A warp group's split of a row. Bounds are pairs: first, and one past the last.
+struct alignas(16) Split {
+  enum Kind { NONE, ONE_ROW, WHOLE_ROWS };  // no work; one split of one row; several whole rows, of which this is one
   Row row;
-  int blocks[2], units[2];  // of the window and of the pages
-  int teams[2];             // the first and the last team that share the row
-  int some, last;           // whether the team has a part (WHOLE: whole rows, several); whether this is its last part
-  static constexpr int WHOLE = 2;
+  int blocks[2], work_tiles[2];  // of the window and of the pages
+  int warp_groups[2];            // first and last warp group that share the row
+  int kind, last;                // a `Kind`; whether this is the warp group's last split
 
-  // The number of units or blocks, of `count`, that belong to the row's first `x` of work. All teams that share a row compute the same bounds.
+  // The number of work tiles or window blocks, of `count`, in the row's first `x` units of work. All warp groups of a row compute the same
+  // bounds.
   static __device__ __forceinline__ int bound(u32 x, int count, u32 cost) {
     return x >= cost ? count : min((int)((float)x * __fdividef((float)count, (float)cost)), count);
   }
 };
 
-// The lengths of 32 sequences, one in each lane.
+// The lengths of 32 sequences, one per lane.
 struct Lengths {
   int base, length, paged;  // of sequence base + lane
   __device__ __forceinline__ void load(const Args& a, int first, int lane) {
@@ -49,18 +51,20 @@ struct Lengths {
   }
 };
 
-// The first row of a team where rows are dealt out evenly: each row has `a.split` teams of its own, or each team has -`a.split` whole rows.
-// This needs no lengths, so it is known before they are loaded.
-__device__ __forceinline__ bool even_row(const Args& a, int team, int& b, int& h) {
-  const int r = a.split < 0 ? team * -a.split : (int)__fdividef(team + 0.5f, (float)a.split);
+// The first row of a warp group under `ROW_SPLITS` and `WHOLE_ROWS`. It does not depend on lengths, so it is known before they are loaded.
+// Returns whether the warp group has a row.
+__device__ __forceinline__ bool uniform_row(const Args& a, int warp_group, int& b, int& h) {
+  const int r = a.assignment < 0 ? warp_group * a.rows_per_warp_group()
+                                 : (int)__fdividef(warp_group + 0.5f, (float)a.warp_groups_per_row());
   b = (int)__fdividef(r + 0.5f, (float)a.heads);
   h = r - b * a.heads;
-  return a.split && b < a.batch;
+  return a.assignment && b < a.batch;
 }
 
-// The team's part of that row (`some`: whether it has one). Returns false where the rows differ in length; all teams compute the same answer.
-__device__ __forceinline__ bool even_part(const Args& a, int row_block, int team, bool some, int b, int h, int lane,
-                                          Part& out) {
+// The warp group's split of that row. has_row: the result of `uniform_row`. Returns false if rows differ in length; all warp groups agree on
+// this.
+__device__ __forceinline__ bool uniform_split(const Args& a, int row_block, int warp_group, bool has_row, int b, int h,
+                                              int lane, Split& out) {
   constexpr int BATCH = 4;  // loads in flight, twice
   bool same = true;
   int length = 0, paged = 0;
@@ -90,51 +94,52 @@ __device__ __forceinline__ bool even_part(const Args& a, int row_block, int team
   const u32 cost = out.row.cost();
   if (__any_sync(~0u, !same)) return false;
   const int r = b * a.heads + h;
-  out.some = some;
-  if (a.split < 0) {
-    out.some = some ? Part::WHOLE : 0;
-    out.blocks[0] = out.units[0] = 0;
+  out.kind = has_row ? Split::ONE_ROW : Split::NONE;
+  if (a.assignment < 0) {
+    out.kind = has_row ? Split::WHOLE_ROWS : Split::NONE;
+    out.blocks[0] = out.work_tiles[0] = 0;
     out.blocks[1] = out.row.blocks;
-    out.units[1] = out.row.units;
-    out.teams[0] = out.teams[1] = team;
-    out.last = r + 1 == min((team + 1) * -a.split, a.batch * a.heads);
+    out.work_tiles[1] = out.row.work_tiles;
+    out.warp_groups[0] = out.warp_groups[1] = warp_group;
+    out.last = r + 1 == min((warp_group + 1) * a.rows_per_warp_group(), a.batch * a.heads);
     return true;
   }
-  // one team if each of its warps has at most one unit or block: then nothing is merged through memory. Otherwise as many teams as have
-  // work for every warp
-  const int c = team - r * a.split, fit = (int)__fdividef((float)cost, (float)(WORKERS * UNIT_COST)) + 1;
-  const int count = out.row.units + out.row.blocks <= SHORT * WORKERS ? 1 : min(a.split, fit);
-  if (c >= count) out.some = 0;
+  // one warp group if each worker has at most one work tile or window block: then nothing is merged through global memory. Otherwise as
+  // many warp groups as have work for every worker
+  const int c = warp_group - r * a.warp_groups_per_row(),
+            fit = (int)__fdividef((float)cost, (float)(WORKERS * WORK_TILE_COST)) + 1;
+  const int count = out.row.work_tiles + out.row.blocks <= SHORT * WORKERS ? 1 : min(a.warp_groups_per_row(), fit);
+  if (c >= count) out.kind = Split::NONE;
   const u32 low = __fdividef((float)cost * c, (float)count),
             high = c + 1 == count ? cost : (u32)__fdividef((float)cost * (c + 1), (float)count);
-  out.blocks[0] = Part::bound(low, out.row.blocks, cost);
-  out.blocks[1] = Part::bound(high, out.row.blocks, cost);
-  out.units[0] = Part::bound(low, out.row.units, cost);
-  out.units[1] = Part::bound(high, out.row.units, cost);
-  out.teams[0] = r * a.split;
-  out.teams[1] = out.teams[0] + count - 1;
+  out.blocks[0] = Split::bound(low, out.row.blocks, cost);
+  out.blocks[1] = Split::bound(high, out.row.blocks, cost);
+  out.work_tiles[0] = Split::bound(low, out.row.work_tiles, cost);
+  out.work_tiles[1] = Split::bound(high, out.row.work_tiles, cost);
+  out.warp_groups[0] = r * a.warp_groups_per_row();
+  out.warp_groups[1] = out.warp_groups[0] + count - 1;
   out.last = 1;
   return true;
 }
 
-// Moves on to the next of a team's whole rows. All rows have the same length.
-__device__ __forceinline__ void next_row(const Args& a, Part& part) {
-  if (++part.row.h == a.heads) {
-    part.row.h = 0;
-    part.row.b++;
+// Advances to the next of a warp group's whole rows. All rows have the same length.
+__device__ __forceinline__ void next_row(const Args& a, Split& split) {
+  if (++split.row.h == a.heads) {
+    split.row.h = 0;
+    split.row.b++;
   }
-  const int r = part.row.b * a.heads + part.row.h;
-  part.last = (r + 1) % -a.split == 0 || r + 1 == a.batch * a.heads;
+  const int r = split.row.b * a.heads + split.row.h;
+  split.last = (r + 1) % a.rows_per_warp_group() == 0 || r + 1 == a.batch * a.heads;
 }
 
-// The rest of a team's share, which advances from row to row: from `at` to `stop`. Row (b, h) is the present one, and begins at `start`.
-struct Share {
-  u32 total, shares, at, stop, start;
+// The rest of a warp group's work range: from `at` to `stop`. It is consumed row by row. (b, h) is the current row, which begins at `start`.
+struct WorkRange {
+  u32 total, ranges, at, stop, start;  // total: the work of all rows; ranges: into how many it is cut
   int b, h;
 };
 
-// Computes a team's share, in one warp.
-struct Plan : Share {
+// Computes a warp group's splits under `WORK_RANGES`, in one warp.
+struct Plan : WorkRange {
   const Args& a;
   int row_block, lane;
   Lengths lengths;
@@ -147,72 +152,72 @@ struct Plan : Share {
     return (row.cost() + ROW_COST) * a.heads;
   }
 
-  __device__ __forceinline__ Plan(const Args& a_, int row_block_, int team, int lane_)
+  __device__ __forceinline__ Plan(const Args& a_, int row_block_, int warp_group, int lane_)
       : a(a_), row_block(row_block_), lane(lane_) {
     total = 0;
     for (int first = (a.batch - 1) & -32; first >= 0; first -= 32) {
       lengths.load(a, first, lane);
       total += __reduce_add_sync(~0u, cost());
     }
-    // as many teams as have work for every warp. Rows that get more than one team all get the same number, so that few teams have parts
-    // of two rows
+    // as many warp groups as have work for every worker. If rows get more than one warp group, all get the same number, so that few groups
+    // have splits of two rows
     const u32 rows = a.batch * a.heads;
-    shares = min((u32)a.teams, max((total - rows * ROW_COST) / (WORKERS * UNIT_COST), 1u));
-    if (shares > rows && shares < (u32)a.teams) shares = min(shares / rows + 1, (u32)a.teams / rows) * rows;
+    ranges = min((u32)a.warp_groups, max((total - rows * ROW_COST) / (WORKERS * WORK_TILE_COST), 1u));
+    if (ranges > rows && ranges < (u32)a.warp_groups) ranges = min(ranges / rows + 1, (u32)a.warp_groups / rows) * rows;
     at = stop = start = 0;
     b = h = 0;
-    if (team >= (int)shares) return;
-    // rows of one length divide evenly if the number of teams is a multiple of the number of rows: shares then end where rows end.
-    // (The division total x / shares and its inverse: a 64-bit division takes half a microsecond)
-    const u32 each = total / shares, rest = total - each * shares;
-    const u32 x = team + (lane & 1), border = each * x + rest * x / shares;
+    if (warp_group >= (int)ranges) return;
+    // rows of one length divide evenly if the number of warp groups is a multiple of the number of rows: ranges then end where rows end.
+    // (The division total x / ranges and its inverse: a 64-bit division takes half a microsecond)
+    const u32 each = total / ranges, rest = total - each * ranges;
+    const u32 x = warp_group + (lane & 1), border = each * x + rest * x / ranges;
     at = __shfl_sync(~0u, border, 0);
     stop = __shfl_sync(~0u, border, 1);
-    while (true) {  // the sequence in which the share begins
+    while (true) {  // find the sequence in which the range begins
       const u32 own = cost();
-      u32 before = own;
+      u32 prefix = own;  // inclusive prefix sum over lanes
 #pragma unroll
       for (int d = 1; d < 32; d <<= 1) {
-        const u32 y = __shfl_up_sync(~0u, before, d);
-        if (lane >= d) before += y;
+        const u32 y = __shfl_up_sync(~0u, prefix, d);
+        if (lane >= d) prefix += y;
       }
-      const u32 behind = __ballot_sync(~0u, start + before > at);
-      if (behind) {
-        b = __ffs(behind) - 1;
+      const u32 ends_after = __ballot_sync(~0u, start + prefix > at);
+      if (ends_after) {
+        b = __ffs(ends_after) - 1;
         const u32 cost = __shfl_sync(~0u, own, b) / a.heads;
-        start += __shfl_sync(~0u, before - own, b);
+        start += __shfl_sync(~0u, prefix - own, b);
         h = (at - start) / cost;
         start += cost * h;
         b += lengths.base;
         return;
       }
-      start += __shfl_sync(~0u, before, 31);
+      start += __shfl_sync(~0u, prefix, 31);
       lengths.load(a, lengths.base + 32, lane);
     }
   }
-  __device__ __forceinline__ Plan(const Args& a_, int row_block_, const Share& share, int lane_)
-      : Share(share), a(a_), row_block(row_block_), lane(lane_) {
+  __device__ __forceinline__ Plan(const Args& a_, int row_block_, const WorkRange& range, int lane_)
+      : WorkRange(range), a(a_), row_block(row_block_), lane(lane_) {
     lengths.load(a, b & -32, lane);
   }
 
-  // The row's first team has its first unit, the row's last team its last unit.
+  // The warp group whose range contains x. The row's first warp group has its first unit of work, its last warp group the last unit.
   __device__ __forceinline__ int owner(u32 x) const {
-    return __umulhi(total, shares) ? (int)(((u64)(x + 1) * shares - 1) / total) : (int)(((x + 1) * shares - 1) / total);
+    return __umulhi(total, ranges) ? (int)(((u64)(x + 1) * ranges - 1) / total) : (int)(((x + 1) * ranges - 1) / total);
   }
 
-  // Writes the next row's part to shared memory and advances. All other warps have finished with the part before.
-  __device__ __forceinline__ void next(Part& out, Share& left) {
+  // Writes the next row's split to shared memory and advances. All other warps have finished with the previous split.
+  __device__ __forceinline__ void next(Split& out, WorkRange& left) {
     if (at >= stop) {
-      if (lane == 0) out.some = 0;
+      if (lane == 0) out.kind = Split::NONE;
       return;
     }
     const Row row = lengths.row(a, row_block, b, h);
     const u32 cost = row.cost() + ROW_COST, low = at - start, high = min(stop - start, cost);
-    // the same fraction of the row's units as of its window, so that no team gets the whole window
-    const int bound = Part::bound(lane & 1 ? high : low, lane & 2 ? row.units : row.blocks, cost);
-    __syncwarp();  // all lanes have read the part that is overwritten now
-    if (lane < 4) (lane & 2 ? out.units : out.blocks)[lane & 1] = bound;
-    else if (lane < 6) out.teams[lane & 1] = owner(lane & 1 ? start + cost - 1 : start);
+    // the same fraction of the row's work tiles as of its window, so that no warp group gets the whole window
+    const int bound = Split::bound(lane & 1 ? high : low, lane & 2 ? row.work_tiles : row.blocks, cost);
+    __syncwarp();  // all lanes have read the split that is overwritten now
+    if (lane < 4) (lane & 2 ? out.work_tiles : out.blocks)[lane & 1] = bound;
+    else if (lane < 6) out.warp_groups[lane & 1] = owner(lane & 1 ? start + cost - 1 : start);
     at = start += cost;
     if (++h == a.heads) {
       h = 0;
@@ -220,7 +225,7 @@ struct Plan : Share {
     }
     if (lane == 0) {
       out.row = row;
-      out.some = 1;
+      out.kind = Split::ONE_ROW;
       out.last = at >= stop;
       left = *this;
     }

@@ -1,16 +1,16 @@
-// Instructions that CUDA C++ cannot express, each as a function. Only this file and `hopper_ptx.cuh` contain assembly. The tests run the
-// kernels on a CPU, with other functions of these names (`tests/support/cuda_emulator/ptx.h`).
+// Instructions that CUDA C++ cannot express, each as a function. Only this file and `hopper_ptx.cuh` contain assembly. The tests run the kernels
+// on a CPU, with replacements of these functions (`tests/support/cuda_emulator/ptx.h`).
 #pragma once
 
 // Shared memory whose size the launch sets. A file has one such array.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) u8 name[]
-// A barrier with a name. The tests leave out one at a time, and check that the race is found.
+// A barrier with a name. The tests omit one at a time, and check that the race is detected.
 #define BARRIER(name, wait) wait
 
 __device__ __forceinline__ void cp16(u32 s, const void* g, bool keep = true) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(s), "l"(g), "r"(keep ? 16 : 0));
 }
-// Or nothing at all.
+// Copies nothing unless `real`.
 __device__ __forceinline__ void cp16_if(bool real, u32 s, const void* g) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(s),
                "l"(g), "r"((int)real));
@@ -37,13 +37,13 @@ template <int V> __device__ __forceinline__ void lds(u32* r, u32 a) {
   else if constexpr (V == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a));
   else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(a));
 }
-// Loads from global memory, exactly here: the compiler must not move the load after later copies, for which it would then wait.
-__device__ __forceinline__ u32 ask(const u32* p) {
+// Loads from global memory at this point: the compiler must not move the load after later copies, or its wait would include them.
+__device__ __forceinline__ u32 load_now(const u32* p) {
   u32 x;
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(p));
   return x;
 }
-__device__ __forceinline__ i64 ask(const i64* p) {
+__device__ __forceinline__ i64 load_now(const i64* p) {
   i64 x;
   asm volatile("ld.global.u64 %0, [%1];" : "=l"(x) : "l"(p));
   return x;
@@ -62,19 +62,19 @@ __device__ __forceinline__ void sts4(u32 a, const u32* x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// Adds one to a counter in shared memory. `found` receives the old value; only its first use waits for it. In a branch, atomicAdd and
-// atom.add would wait here, because compilers add for a warp's lanes together and distribute the answer. Counters stay far below the limit.
-__device__ __forceinline__ void count_up(bool does, int* counter, int& found) {
+// Increments a counter in shared memory if `active`. `old` receives the old value; only its first use waits for it. In a branch, atomicAdd and
+// atom.add would wait here, because compilers aggregate the lanes of a warp and distribute the result. Counters stay far below the limit.
+__device__ __forceinline__ void atomic_inc_shared(bool active, int* counter, int& old) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.shared.inc.u32 %0, [%2], 0x7fffffff;}"
-               : "+r"(found)
-               : "r"((int)does), "r"((u32)__cvta_generic_to_shared(counter))
+               : "+r"(old)
+               : "r"((int)active), "r"((u32)__cvta_generic_to_shared(counter))
                : "memory");
 }
 // The same for a counter in global memory.
-__device__ __forceinline__ void count_up_global(bool does, int* counter, int& found) {
+__device__ __forceinline__ void atomic_inc_global(bool active, int* counter, int& old) {
   asm volatile("{.reg .pred p; setp.ne.b32 p, %1, 0; @p atom.global.inc.u32 %0, [%2], 0x7fffffff;}"
-               : "+r"(found)
-               : "r"((int)does), "l"(counter)
+               : "+r"(old)
+               : "r"((int)active), "l"(counter)
                : "memory");
 }
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -105,13 +105,13 @@ __device__ __forceinline__ u32 max2(u32 a, u32 b) {
   asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-// Bits of `a` where the mask has ones, of `b` elsewhere; and x turned left. In words that compilers do not take apart.
+// Bits of `a` where the mask has ones, of `b` elsewhere; and x rotated left. Inline assembly prevents the compiler from rewriting them.
 __device__ __forceinline__ u32 choose_bits(u32 mask, u32 a, u32 b) {
   u32 r;
   asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
   return r;
 }
-template <int BY> __device__ __forceinline__ u32 turned(u32 x) {
+template <int BY> __device__ __forceinline__ u32 rotated_left(u32 x) {
   u32 r;
   asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(r) : "r"(x), "n"(BY));
   return r;

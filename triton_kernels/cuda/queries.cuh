@@ -1,14 +1,14 @@
-// Brings the queries of a block of rows from memory, through a transform, to where products read them.
+// Loads the queries of a row block, transforms them, and writes them to shared memory for the products.
 #pragma once
 #include "warp.cuh"
 #include "transform_in_attend.cuh"
 
-// The queries that a warp brings to shared memory: as they are; and, if keys are integers, normalised in fp16, with their sizes and sums.
+// The queries that a warp writes to shared memory: unchanged; and, if keys need it (`NORMALISED`), normalised in fp16, with their sizes and sums.
 struct Queries {
   static constexpr int EACH = (ROWS + WARPS - 1) / WARPS, WORDS = (DK + 63) / 64;
   static constexpr int OWN_WORDS = WORDS / SLICES;  // of a slice
   u32 x[EACH][WORDS];
-  float most[EACH];  // largest magnitude of the lane's numbers
+  float largest[EACH];  // largest magnitude of the lane's numbers
   typename FoldOf<Keys>::Type fold;
 
   __device__ __forceinline__ void load(const Args& a, int b, int h, int row_block, int warp, int lane) {
@@ -20,24 +20,24 @@ struct Queries {
       const u32* source =
           reinterpret_cast<const u32*>(a.q + 2 * (b * a.q_b + (h * a.groups + head) * a.q_h + token * a.q_s));
 #pragma unroll
-      for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? ask(source + k * 32 + lane) : 0u;
+      for (int k = 0; k < WORDS; k++) x[j][k] = real && k * 32 + lane < DK / 2 ? load_now(source + k * 32 + lane) : 0u;
     }
     if constexpr (FOLDED) fold.load(a.tables[0].data + h * a.tables[0].stride, lane);
   }
 
   __device__ __forceinline__ void measure(int j) {
     if constexpr (FOLDED) {
-      most[j] = fold.most(x[j]);
+      largest[j] = fold.largest(x[j]);
       return;
     }
-    most[j] = 0.f;
+    largest[j] = 0.f;
 #pragma unroll
     for (int k = 0; k < WORDS; k++)
-      most[j] = fmaxf(most[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
+      largest[j] = fmaxf(largest[j], fmaxf(fabsf(to_float(x[j][k] & 0xffff)), fabsf(to_float(x[j][k] >> 16))));
   }
 
-  // Waits for the queries by using them. This comes before copies begin, where possible: compilers make such a wait include copies that
-  // began before it. (With a transform it would take too long.)
+  // Waits for the queries by using them. If possible this precedes the copies, because the compiler's wait includes all earlier copies. (With a
+  // transform it would take too long.)
   __device__ __forceinline__ void settle() {
 #pragma unroll
     for (int j = 0; j < EACH; j++)
@@ -73,13 +73,13 @@ struct Queries {
       if constexpr (Keys::NORMALISED)
         if (slice == 0)
 #pragma unroll
-          for (int d = 1; d < 32; d <<= 1) most[j] = fmaxf(most[j], __shfl_xor_sync(~0u, most[j], d));
+          for (int d = 1; d < 32; d <<= 1) largest[j] = fmaxf(largest[j], __shfl_xor_sync(~0u, largest[j], d));
       if constexpr (FOLDED)
-        fold.put(x[j], most[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i,
+        fold.put(x[j], largest[j], target + ROWS * Q_STRIDE / 4, target + 2 * ROWS * Q_STRIDE / 4, size + i,
                  size + ROWS + i, lane);
       else if constexpr (Keys::NORMALISED) {
         // the next power of two, divided by 2^LIFT of the keys
-        const u32 exponent = min(max((__float_as_uint(most[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
+        const u32 exponent = min(max((__float_as_uint(largest[j]) >> 23) + 1, 2u + Keys::LIFT), 252u) - Keys::LIFT;
         const float inverse = __uint_as_float((254 - exponent) << 23);
         float sum[Keys::GROUPS] = {};
 #pragma unroll

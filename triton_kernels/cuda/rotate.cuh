@@ -1,8 +1,10 @@
-// Transforms a row of keys or queries: a warp does it in registers, bit for bit as `transforms` defines it. Python passes macros: FACTORS
-// (0 no factors, 1 before the rotation, 2 after it), ROTATED, BASE and SIGNS (the matrix that the rotation is built from), NORM_BITS (its
-// factor).
+// Transforms a row of keys or queries, in the registers of a warp, bit for bit as `transforms` defines it. Python passes macros: FACTORS (see
+// `Factors`), ROTATED, BASE and SIGNS (the matrix that the rotation is built from), NORM_BITS (its factor).
 #pragma once
 #include "common.cuh"
+
+// When channels are multiplied by their factors.
+enum Factors { NO_FACTORS, FACTORS_BEFORE, FACTORS_AFTER };  // the rotation
 
 // bit p of column c: whether entry (p, c) of the matrix of order BASE is -1
 __constant__ u32 negative_entries[BASE] = {SIGNS};
@@ -11,7 +13,7 @@ __constant__ u32 negative_entries[BASE] = {SIGNS};
 template <int D> struct Rotation {
   static constexpr int WORDS = (D + 63) / 64;
 
-  // channel `c` of the row, whose parity is `e`
+  // channel `c` of the row; e: its parity
   static __device__ __forceinline__ float fetch(const float* y, int c, int e) {
     float x = __shfl_sync(~0u, y[e], c >> 1 & 31);
 #pragma unroll
@@ -22,7 +24,7 @@ template <int D> struct Rotation {
     return x;
   }
 
-  // a power of two: neighbours, then lanes, then registers
+  // a Hadamard rotation of a power of two: over neighbours, then lanes, then registers
   static __device__ __forceinline__ void butterfly(float* y, int lane) {
 #pragma unroll
     for (int j = 0; j < WORDS; j++) {
@@ -48,7 +50,7 @@ template <int D> struct Rotation {
         }
   }
 
-  // BASE channels at a time with the matrix of that order, then a butterfly over these blocks
+  // the matrix of order BASE on each block of BASE channels, then a butterfly over the blocks
   static __device__ __forceinline__ void blocks(float* y, int lane) {
     float next[2 * WORDS];
     auto channel = [&](int i) { return min(32 * (i & ~1) + 2 * lane, D - 2) + (i & 1); };  // clamped to the last
@@ -81,7 +83,7 @@ template <int D> struct Rotation {
   }
 };
 
-// x: a lane's words of the row, two channels each, in the model's dtype; they are overwritten. scale: factors of the channels, if FACTORS.
+// x: a lane's words of the row, two channels each, in the model's dtype, transformed in place. scale: factors of the channels, or unused.
 template <int D> __device__ __forceinline__ void transform_row(u32* x, const float* scale, int lane) {
   using R = Rotation<D>;
   float y[2 * R::WORDS];
@@ -96,7 +98,7 @@ template <int D> __device__ __forceinline__ void transform_row(u32* x, const flo
   for (int j = 0; j < R::WORDS; j++) {
     y[2 * j] = to_float(x[j] & 0xffff);
     y[2 * j + 1] = to_float(x[j] >> 16);
-    if constexpr (FACTORS == 1) multiply(j);
+    if constexpr (FACTORS == FACTORS_BEFORE) multiply(j);
   }
   if constexpr (ROTATED) {
     if constexpr (BASE == 1) R::butterfly(y, lane);
@@ -106,12 +108,12 @@ template <int D> __device__ __forceinline__ void transform_row(u32* x, const flo
   }
 #pragma unroll
   for (int j = 0; j < R::WORDS; j++) {
-    if constexpr (FACTORS == 2) multiply(j);
+    if constexpr (FACTORS == FACTORS_AFTER) multiply(j);
     x[j] = pack_model(y[2 * j], y[2 * j + 1]);
   }
 }
 
-// The same for a token in memory, from one place to another.
+// Transforms a token in global memory.
 template <int D> __device__ __forceinline__ void transform_token(const u8* from, u8* to, const float* scale, int lane) {
   const u32* source = reinterpret_cast<const u32*>(from);
   u32* target = reinterpret_cast<u32*>(to);

@@ -1,7 +1,7 @@
-// Static codes (`formats/static.py`) in layout `fragment-1`: the columns of a page, and how a query is prepared. Steps and centers do not
-// depend on the page, so they are multiplied into the query once a decode step:
+// Static codes (`formats/static.py`) in layout `fragment-1`: the columns of a page, and the preparation of a query. Steps and centers do not
+// depend on the page, so they are multiplied into the query once per decode step:
 //   q . k = sum (q step gain) code + sum (q step) mean + [sum q center - sum (q step gain) middle]
-// The bracket is one number for each query. The term with the mean is one product for each page.
+// The bracket is one number per query. The term with the mean is one product per page.
 #pragma once
 #include "affine.cuh"
 
@@ -20,7 +20,7 @@ template <int FIRST, int LAST, class F> __device__ __forceinline__ void each(con
 template <int BITS_, u32 GAIN_> struct Width {
   static constexpr int BITS = BITS_, HIGH = BITS >= 4 ? 4 : BITS >= 2 ? 2 : BITS, LOW = BITS - HIGH;  // its planes
   static constexpr u32 GAIN = GAIN_;
-  static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MOST = (1 << BITS) - 1, MIDDLE = MOST / 2;
+  static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MAX_CODE = (1 << BITS) - 1, MIDDLE = MAX_CODE / 2;
   static constexpr bool TRELLIS = false;
 };
 // Codes of 2 bits on the path of a trellis (`formats/trellis.py`). They select eight levels that are half a step apart.
@@ -29,7 +29,7 @@ template <u32 GAIN_> struct TrellisWidth : Width<2, GAIN_> {
   static constexpr bool TRELLIS = true;
 };
 
-// Eight channels of a plane, from `channel` on: their bits, the code's bits below them, and their place among a lane's bits (4 for a word).
+// Eight channels of a plane, from `channel` on: their bits, the code's bits below them, and their offset in a lane's data (in quarter words).
 struct Octet {
   int channel, width, shift, at;
 };
@@ -39,7 +39,7 @@ template <int D, class... W> struct Columns {
   static constexpr int GROUPS = sizeof...(W), SIZE = D / GROUPS, EACH = SIZE / 8;
   static_assert(SIZE % 8 == 0, "formats.static.validate");
 
-  // Octet n, in order. After the last octet only `at` has a meaning.
+  // Octet n, in order. After the last octet only `at` is defined.
   static __device__ __forceinline__ constexpr Octet octet(int n) {
     const int high[] = {W::HIGH...}, low[] = {W::LOW...};
     int at = 0;
@@ -54,9 +54,9 @@ template <int D, class... W> struct Columns {
   }
   static constexpr int count() {
     const int high[] = {W::HIGH...}, low[] = {W::LOW...};
-    int found = 0;
-    for (int i = 0; i < GROUPS; i++) found += (high[i] > 0) + (low[i] > 0);
-    return found * EACH;
+    int planes = 0;
+    for (int i = 0; i < GROUPS; i++) planes += (high[i] > 0) + (low[i] > 0);
+    return planes * EACH;
   }
   static constexpr int COUNT = count(), TILES = (COUNT + 1) / 2;  // octets, and operands of 16 columns
   static constexpr int WORDS = (octet(COUNT).at + 3) / 4;         // a lane's words of 32 tokens
@@ -69,7 +69,7 @@ template <int D, class... W> struct Columns {
   }
 };
 
-// Steps and centers of a lane's channels (two of every 64), and how they change queries.
+// Steps and centers of a lane's channels (two of every 64). `put` multiplies them into queries.
 template <int D, class X> struct StaticFold {
   static constexpr int WORDS = (D + 63) / 64;
   static constexpr int ROOM = 12;  // queries have a magnitude of at most 2^ROOM
@@ -82,24 +82,24 @@ template <int D, class X> struct StaticFold {
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const u32* from = reinterpret_cast<const u32*>(record) + min(2 * (k * 32 + lane) + e, D - 1);
-        center[k][e] = ask(from);
-        step[k][e] = ask(from + D);
+        center[k][e] = load_now(from);
+        step[k][e] = load_now(from + D);
       }
   }
   __device__ __forceinline__ float scaled(const u32* x, int k, int e) const {
     return to_float(e ? x[k] >> 16 : x[k] & 0xffff) * __uint_as_float(step[k][e]);
   }
-  // The largest of the lane's numbers, of query x.
-  __device__ __forceinline__ float most(const u32* x) const {
-    float found = 0.f;
+  // The largest magnitude of the lane's numbers, for query x.
+  __device__ __forceinline__ float largest(const u32* x) const {
+    float magnitude = 0.f;
 #pragma unroll
     for (int k = 0; k < WORDS; k++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) found = fmaxf(found, fabsf(scaled(x, k, e)));
-    return found;
+      for (int e = 0; e < 2; e++) magnitude = fmaxf(magnitude, fabsf(scaled(x, k, e)));
+    return magnitude;
   }
-  // Writes query x, divided by `size`, for products with means (`means`) and with codes (`codes`). `fixed` is what it adds to every score.
-  // largest: the maximum of `most` over all lanes. Called by a warp.
+  // Writes query x, divided by `size`, for products with means (`means`) and with codes (`codes`). fixed: the query's constant term in every
+  // score. largest: the maximum of `largest(x)` over all lanes. Called by a warp.
   __device__ __forceinline__ void put(const u32* x, float largest, u32* means, u32* codes, float* size, float* fixed,
                                       int lane) const {
     const u32 exponent = min(max((__float_as_uint(largest) >> 23) + 1, ROOM + 2u), 252u);
@@ -121,11 +121,11 @@ template <int D, class X> struct StaticFold {
         });
         constant += to_float(e ? x[k] >> 16 : x[k] & 0xffff) * __uint_as_float(center[k][e]);
       }
-      const u32 both = pack_half(code[0], code[1]);
-      codes[pair] = both;
+      const u32 code_pair = pack_half(code[0], code[1]);
+      codes[pair] = code_pair;
       means[pair] = pack_half(y[0], y[1]);
-      // computed from the rounded factors of the codes, because the two nearly cancel
-      constant -= (half_to_float(both & 0xffff) + half_to_float(both >> 16)) * middle * back;
+      // from the rounded factors of the codes, because the two nearly cancel
+      constant -= (half_to_float(code_pair & 0xffff) + half_to_float(code_pair >> 16)) * middle * back;
     }
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) constant += __shfl_xor_sync(~0u, constant, d);
@@ -142,12 +142,13 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
   static_assert(D == 0 || SLICES == 1, "a lane's words have the channels in the order of their widths");
   static constexpr bool NORMALISED = true;  // needs its own copies of the queries
   static constexpr int GROUPS = 1, LIFT = 0;
-  static constexpr int CODES = PT / 32 * X::BYTES, SLOT = CODES + 2 * D, SECOND = PAGE >= UNIT ? CODES : SLOT;
+  static constexpr int CODES = KV_TILE / 32 * X::BYTES, STAGE_BYTES = CODES + 2 * D,
+                       SECOND_STAGE_BYTES = PAGE >= WORK_TILE ? CODES : STAGE_BYTES;
 
   u32 q[NT][2 * X::TILES];  // right operand for codes
   float c[NT][2];           // the unit of products with q and with means
-  float fixed[NT][2];       // what is added to all scores
-  float bias[NT][2];        // the same, with the page's part
+  float fixed[NT][2];       // the constant term of all scores
+  float bias[NT][2];        // the same, plus the page's term
 
   // rows: queries for means, then queries for codes; size, sums: see `StaticFold.put`
   __device__ __forceinline__ void begin(u32 rows, const float* size, const float* sums, float scale, int lane) {
@@ -171,13 +172,13 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     }
   }
 
-  __device__ __forceinline__ void copy(u32 slot, const u8* part, int token, bool fresh, int limit, int lane) const {
-    copy_linear<CODES>(in_unit(limit), slot, part + token / 32 * X::BYTES, lane);
-    if (fresh || token % PAGE == 0) copy_linear<2 * D>(in_unit(limit), slot + CODES, part + MEAN_AT, lane);
+  __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, bool fresh, int limit, int lane) const {
+    copy_linear<CODES>(in_work_tile(limit), stage, part + token / 32 * X::BYTES, lane);
+    if (fresh || token % PAGE == 0) copy_linear<2 * D>(in_work_tile(limit), stage + CODES, part + MEAN_AT, lane);
   }
 
-  // Multiplies queries by a page's means, as if these were one more row of keys. A lane has eight neighbouring channels of every 32.
-  __device__ __forceinline__ void refresh(u32 slot, u32 rows, int token, bool fresh, int lane) {
+  // Multiplies queries by a page's means, like one more row of keys. A lane has eight neighbouring channels of every 32.
+  __device__ __forceinline__ void refresh(u32 stage, u32 rows, int token, bool fresh, int lane) {
     if (!fresh && token % PAGE) return;
     const int g = lane >> 2, t = lane & 3;
     constexpr int STRIDE = D * 2 + 16, WHOLE = D / 32;
@@ -185,8 +186,8 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 #pragma unroll
     for (int b = 0; b < (D + 16) / 32; b++) {
       u32 a[4] = {};
-      if (b < WHOLE) lds<4>(a, slot + CODES + 64 * b + 16 * t);
-      else lds<2>(a, slot + CODES + 64 * b + 8 * t);
+      if (b < WHOLE) lds<4>(a, stage + CODES + 64 * b + 16 * t);
+      else lds<2>(a, stage + CODES + 64 * b + 8 * t);
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         u32 x[4] = {};
@@ -214,15 +215,15 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
     a[1][2 * i + 1] = y & MASK << 4;
   }
 
-  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 slot, u32, int lane) {
+  __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32, int lane) {
 #pragma unroll
-    for (int blk = 0; blk < PT / 32; blk++) {
+    for (int blk = 0; blk < KV_TILE / 32; blk++) {
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
           s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
-      const u32 words = slot + blk * X::BYTES + lane * 4 * X::V;
+      const u32 words = stage + blk * X::BYTES + lane * 4 * X::V;
       u32 w[X::WORDS];
       each<0, X::TILES>([&](auto k) {
         constexpr int K = decltype(k)::value, LAST = 2 * K + 1 < X::COUNT ? 2 * K + 1 : X::COUNT - 1;

@@ -29,7 +29,7 @@ def needs(fmt: Static, head_dim: int, page_size: int, dtype: torch.dtype, transp
         "encode_static.cuh",
         f"StaticEncoder<{str(transposed).lower()}, {head_dim}, {where}, Thresholds<{thresholds}>, {', '.join(groups)}>",
         128 * words(fmt.planes(head_dim), fmt.layout) // slices(head_dim),
-        lambda piece: piece // 2 if transposed else 2 * head_dim,
+        lambda kv_tile: kv_tile // 2 if transposed else 2 * head_dim,
         bits=-(-sum(map(int, fmt.pattern)) // len(fmt.pattern)),
         same_for=0 if transposed else page_size,
         scratch=8 if transposed else 0,

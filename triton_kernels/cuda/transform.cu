@@ -1,12 +1,12 @@
-// Transforms a chunk's keys (or values) and queries in one launch. A warp takes a row of DIM channels.
+// Transforms new keys (or values) and queries in one launch. A warp takes a row of DIM channels.
 //
-// Steps with few query rows do not need this launch: `attend.cu` does the same when it reads the rows.
+// Steps with few query rows do not need this launch: `attend.cu` transforms rows when it reads them.
 #include "rotate.cuh"
 
 struct TransformArgs {
   const u8 *q, *k;
   u8 *q_out, *k_out;                 // contiguous
-  const float *q_scale, *k_scale;    // if FACTORS: factors; those of KV head h begin at h * scale_h
+  const float *q_scale, *k_scale;    // factors, or null; those of KV head h begin at h * scale_h
   i64 q_b, q_h, q_s, k_b, k_h, k_s;  // strides in elements; of channels: 1
   i64 rows;                          // batch x (q_heads + heads) x tokens
   i64 scale_h;

@@ -1,4 +1,4 @@
-// Transforming queries and the chunk's keys in the launch that attends to them (TRANSFORMED): `reference.transformed`.
+// Transforms queries and new keys in the launch that attends to them (TRANSFORMED): `reference.transformed`.
 #pragma once
 #include "warp.cuh"
 
@@ -10,8 +10,8 @@ __device__ __forceinline__ void transform_query(const Args& a, u32* x, int kv_he
   transform_row<DK>(x, a.q_scale + kv_head * a.scale_h, lane);
 }
 
-// Transforms the chunk's keys that lie in a warp's blocks of a row's window. It writes them to where the window reads them, and storing
-// too. It runs before the warp copies any of them.
+// Transforms the new keys in a warp's blocks of a row's window, to the tensor that the window and the append read. It runs before the warp copies
+// any of them.
 __device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride,
                                                 int lane) {
   const int stored = row.sinks + row.tail;

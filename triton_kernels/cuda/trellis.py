@@ -24,10 +24,10 @@ def needs(fmt: Trellis, head_dim: int, page_size: int, dtype: torch.dtype, trans
     thresholds = ", ".join(f"{float_bits(x)}u" for x in fmt.thresholds(head_dim).tolist())
     each = vector(head_dim // 16)
 
-    def meta(piece: int) -> int:
-        # if a unit of two pieces is shorter than a chain: the three words of each lane before the unit, in whole loads
-        apart = 2 * piece < min(CHAIN_TOKENS, page_size)
-        return piece // 2 + (-(-3 // each) * each * 128 if apart else 0)
+    def meta(kv_tile: int) -> int:
+        # if a work tile is shorter than a chain: the three words of each lane before the work tile, in whole loads
+        split = 2 * kv_tile < min(CHAIN_TOKENS, page_size)
+        return kv_tile // 2 + (-(-3 // each) * each * 128 if split else 0)
 
     return Needs(
         "static_values.cuh",

@@ -2,31 +2,31 @@
 #pragma once
 #include "common.cuh"
 #include "model_tokens.cuh"
-// the headers of the two formats, chosen by `format_structs.py`
+// the headers of the two formats, from `format_structs.py`
 #include KEY_HEADER
 #include VALUE_HEADER
 
 constexpr int WK = DK / SLICES, WV = DV / SLICES;  // a warp's channels
-constexpr int WORKERS = WARPS / SLICES;            // of a team: what takes units and blocks, a warp or SLICES warps
+constexpr int WORKERS = WARPS / SLICES;            // of a warp group; a worker is SLICES warps
 static_assert(DK % SLICES == 0 && DV % SLICES == 0 && WARPS % SLICES == 0, "slices");
 
 using Keys = KEY_FORMAT;
 using Values = VALUE_FORMAT;
 
-// Members that only some formats have: bytes of shared memory for a codebook, bytes of a page's part, their own order of a lane's
-// channels, keys that multiply parameters into queries (`StaticFold`), values that need their parameters and the ends of pages
-// (`StaticValues`).
+// Optional members of formats: TABLE_BYTES (shared memory of a codebook), PART_BYTES (of a page's part), OWN_ORDER (another order of a lane's
+// channels), Fold (keys that multiply parameters into queries: `StaticFold`), RECORD (values that need their parameters and the ends of pages:
+// `StaticValues`).
 template <class F, class = void> struct TableBytes {
   static constexpr int value = 0;
 };
-template <class F> struct TableBytes<F, decltype((void)F::TABLE)> {
-  static constexpr int value = F::TABLE;
+template <class F> struct TableBytes<F, decltype((void)F::TABLE_BYTES)> {
+  static constexpr int value = F::TABLE_BYTES;
 };
 template <class F, class = void> struct PartBytes {
   static constexpr int value = 0;
 };
-template <class F> struct PartBytes<F, decltype((void)F::PART)> {
-  static constexpr int value = F::PART;
+template <class F> struct PartBytes<F, decltype((void)F::PART_BYTES)> {
+  static constexpr int value = F::PART_BYTES;
 };
 template <class F, class = void> struct Order {
   static constexpr bool OWN = false;
@@ -38,7 +38,7 @@ template <class F> struct Order<F, decltype((void)F::OWN_ORDER)> {
 };
 struct NoFold {
   __device__ __forceinline__ void load(const u8*, int) {}
-  __device__ __forceinline__ float most(const u32*) const { return 0.f; }
+  __device__ __forceinline__ float largest(const u32*) const { return 0.f; }
   __device__ __forceinline__ void put(const u32*, float, u32*, u32*, float*, float*, int) const {}
 };
 template <class F, class = void> struct FoldOf {
@@ -51,23 +51,23 @@ template <class F> struct FoldOf<F, decltype((void)sizeof(typename F::Fold))> {
 };
 constexpr bool FOLDED = FoldOf<Keys>::FOLDS;
 template <class F, class = void> struct Record {
-  static constexpr bool WANTED = false;
+  static constexpr bool NEEDED = false;
 };
 template <class F> struct Record<F, decltype((void)F::RECORD)> {
-  static constexpr bool WANTED = true;
+  static constexpr bool NEEDED = true;
 };
 template <class F> __device__ __forceinline__ void give_record(F& values, const Parameter& x, int h) {
-  if constexpr (Record<F>::WANTED) values.record = reinterpret_cast<const float*>(x.data + h * x.stride);
+  if constexpr (Record<F>::NEEDED) values.record = reinterpret_cast<const float*>(x.data + h * x.stride);
 }
-// Change sums o and weights l between window and pages, after the last piece of a page or unit, and at the end.
+// Hooks for values with a RECORD: between window and pages, after the last KV tile of a page or work tile, and at the end.
 template <class F, class O> __device__ __forceinline__ void enter_pages(const F& values, O o, int lane) {
-  if constexpr (Record<F>::WANTED) values.enter(o, lane);
+  if constexpr (Record<F>::NEEDED) values.enter(o, lane);
 }
 template <class F, class L> __device__ __forceinline__ void end_page(F& values, L l) {
-  if constexpr (Record<F>::WANTED) values.end_page(l);
+  if constexpr (Record<F>::NEEDED) values.end_page(l);
 }
 template <class F, class O> __device__ __forceinline__ void leave_pages(F& values, O o, int lane) {
-  if constexpr (Record<F>::WANTED) values.leave(o, lane);
+  if constexpr (Record<F>::NEEDED) values.leave(o, lane);
   else values.finish(o);
 }
 constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableBytes<Values>::value;
@@ -75,54 +75,56 @@ constexpr int KEY_TABLE = TableBytes<Keys>::value, TABLES = KEY_TABLE + TableByt
 // Channel of a lane's sum `o[k][n][i]` over pages; j is i >> 1.
 __device__ __forceinline__ constexpr int out_channel(int k, int j, int g) { return Order<Values>::channel(k, j, g); }
 
-constexpr int TILES = PT / 16;
+constexpr int TILES = KV_TILE / 16;
 constexpr int Q_STRIDE = WK * 2 + 16;  // bytes; padded against bank conflicts
 constexpr int Q_BYTES = (!Keys::NORMALISED ? 1 : Keys::LIFT || FOLDED ? 3 : 2) * ROWS * Q_STRIDE;
 constexpr int FLOATS = ROWS * (1 + Keys::GROUPS);  // sizes of the rows, and sums over groups of channels
 constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;  // of a slice
-// Slots for the two pieces of a unit: keys, values, values, keys (the last may be smaller). Then scratch memory of the values.
-constexpr int SLOTS_BYTES = Keys::SLOT + 2 * Values::SLOT + Keys::SECOND + Values::SCRATCH;
-// NARROW: keys and values of a block of the window use the same memory in turn. So the window does not limit the number of warps.
+// The stages of a work tile's two KV tiles: keys, values, values, keys (the last may be smaller). Then scratch memory of the values.
+constexpr int STAGES_BYTES =
+    Keys::STAGE_BYTES + 2 * Values::STAGE_BYTES + Keys::SECOND_STAGE_BYTES + Values::SCRATCH_BYTES;
+// NARROW: keys and values of a window block use the same memory in turn, so the window does not limit the number of warps.
 constexpr int WINDOW_BYTES =
     NARROW ? (WK > WV ? Dense<WK>::BLOCK : Dense<WV>::BLOCK) : Dense<WK>::BLOCK + Dense<WV>::BLOCK;
 constexpr int MERGE_STRIDE = WV + 1;  // floats per row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
-constexpr int MOST = SLOTS_BYTES > WINDOW_BYTES ? SLOTS_BYTES : WINDOW_BYTES;
-// What a warp hands to the other one of its worker: scores of 32 tokens, in turns if there is room for two.
-constexpr int TURNS = EVERY, TURN_BYTES = 1024 * NT / TURNS, EXCHANGE_BYTES = SLICES > 1 ? TURNS * TURN_BYTES : 0;
-constexpr int EXCHANGE_AT = ((MOST > MERGE_BYTES ? MOST : MERGE_BYTES) + 127) / 128 * 128,
+constexpr int LOAD_BYTES = STAGES_BYTES > WINDOW_BYTES ? STAGES_BYTES : WINDOW_BYTES;
+// Partial scores of 32 tokens for the other warp of the worker, double-buffered if there is room.
+constexpr int BUFFERS = EVERY, BUFFER_BYTES = 1024 * NT / BUFFERS,
+              EXCHANGE_BYTES = SLICES > 1 ? BUFFERS * BUFFER_BYTES : 0;
+constexpr int EXCHANGE_AT = ((LOAD_BYTES > MERGE_BYTES ? LOAD_BYTES : MERGE_BYTES) + 127) / 128 * 128,
               WARP_BYTES = EXCHANGE_AT + EXCHANGE_BYTES;
-constexpr int TEAM_BYTES = SLICES * HEAD_BYTES + WARPS * WARP_BYTES;
-static_assert(TEAMS * TEAM_BYTES + TABLES == SHARED_BYTES,
-              "memory.py counts otherwise: see what the formats' modules say in needs.Needs");
+constexpr int WARP_GROUP_BYTES = SLICES * HEAD_BYTES + WARPS * WARP_BYTES;
+static_assert(WARP_GROUPS * WARP_GROUP_BYTES + TABLES == SHARED_BYTES,
+              "memory.py computes another size: check the formats' needs.Needs");
 static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>::value <= PAGE_BYTES,
               "formats and structs differ on a page's parts");
-constexpr int SLOT_FLOATS = ROWS * (DV + 2 * SLICES);  // floats of a partial result in memory
-constexpr int UNIT_COST = (2 * (Keys::SLOT + Values::SLOT) + 255) / 256;
-constexpr int BLOCK_COST = (Dense<WK>::BLOCK + Dense<WV>::BLOCK) / 256;  // cost of 32 tokens of the window
-// Scores are in powers of two. A new maximum is set HEADROOM below the largest score, so that small weights lose less precision in fp16.
-// It is replaced when a score exceeds that largest score by GROWTH. So weights are at most 2^(HEADROOM + GROWTH), which fp16 can hold.
+constexpr int PARTIAL_FLOATS = ROWS * (DV + 2 * SLICES);  // floats of a partial result in memory
+constexpr int WORK_TILE_COST = (2 * (Keys::STAGE_BYTES + Values::STAGE_BYTES) + 255) / 256;
+constexpr int BLOCK_COST = (Dense<WK>::BLOCK + Dense<WV>::BLOCK) / 256;  // cost of a window block (32 tokens)
+// Scores are logarithms to base 2. A new maximum is set HEADROOM below the largest score, so that small weights lose less precision in fp16. It
+// is replaced when a score exceeds that largest score by GROWTH. So weights are at most 2^(HEADROOM + GROWTH), which fp16 can represent.
 constexpr float GROWTH = 8.f, HEADROOM = 7.f;
 
-// The work of a row: units of its pages and blocks of its window. Also the numbers of its tokens in each region.
+// The work of a row: work tiles of its pages and blocks of its window. Also the numbers of its tokens in each region.
 struct Row {
-  int b, h, length, paged, units, sinks, tail, chunk, blocks;
+  int b, h, length, paged, work_tiles, sinks, tail, chunk, blocks;
   __device__ __forceinline__ void count(const Args& a, int row_block, int length_, int paged_) {
     length = length_;
     paged = paged_;
-    units = (paged + UNIT - 1) / UNIT;
+    work_tiles = (paged + WORK_TILE - 1) / WORK_TILE;
     sinks = min(length, a.sink);
     tail = max(length - a.sink, 0) - paged;
     chunk = (min((row_block + 1) * ROWS, a.groups * a.tokens) - 1) / a.groups + 1;
     blocks = (sinks + tail + chunk + 31) / 32;
   }
-  __device__ __forceinline__ u32 cost() const { return units * UNIT_COST + blocks * BLOCK_COST; }
+  __device__ __forceinline__ u32 cost() const { return work_tiles * WORK_TILE_COST + blocks * BLOCK_COST; }
 };
 
 struct Warp {
   float o[WV / 16][NT][4];
   float m[NT][2], l[NT][2];
-  float lacking[LACKING ? NT : 1][2];  // what is added to all scores of a query
+  float lacking[LACKING ? NT : 1][2];  // the number added to all scores of a query
   Keys keys;
   Values values;
 
@@ -149,16 +151,16 @@ struct Warp {
           lacking[n][e] = token < a.tokens ? a.lacking[(i64)head * a.tokens + token] * scale : 0.f;
         }
   }
-  // The score, and what it lacks.
-  __device__ __forceinline__ float whole(float x, int n, int e) const {
+  // The score plus `lacking`.
+  __device__ __forceinline__ float with_lacking(float x, int n, int e) const {
     if constexpr (LACKING) return x + lacking[n][e];
     else return x;
   }
 
-  // Subtract the maximum from scores of T tiles, in powers of two. The maximum changes only if scores exceed it by too much.
+  // Subtracts the maximum from scores of T tiles. The maximum changes only if scores exceed it by too much.
   template <int T> __device__ __forceinline__ void subtract_maximum(float (*s)[NT][4]) {
     bool grew = false;
-    float most[NT][2];
+    float tile_max[NT][2];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -166,7 +168,7 @@ struct Warp {
         float x = fmaxf(s[0][n][e], s[0][n][e + 2]);
 #pragma unroll
         for (int k = 1; k < T; k++) x = fmaxf(x, fmaxf(s[k][n][e], s[k][n][e + 2]));
-        most[n][e] = x;
+        tile_max[n][e] = x;
         grew |= x > m[n][e] + (GROWTH + HEADROOM);
       }
     if (__any_sync(~0u, grew)) {
@@ -174,7 +176,7 @@ struct Warp {
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < COLUMNS_USED; e++) {
-          const float x = fmaxf(m[n][e], max_rows(most[n][e]) - HEADROOM), a = ex2(m[n][e] - x);
+          const float x = fmaxf(m[n][e], max_rows(tile_max[n][e]) - HEADROOM), a = ex2(m[n][e] - x);
           m[n][e] = x;
           l[n][e] *= a;
           values.decay(n, e, a);
@@ -193,7 +195,7 @@ struct Warp {
         for (int i = 0; i < 4; i += EVERY) s[k][n][i] -= m[n][i & 1];
   }
 
-  // Change sums from the window's order of channels to the order of pages. memory: the warp's own, for ROWS rows.
+  // Reorders sums from the window's order of channels to that of pages. memory: of the warp, for ROWS rows.
   __device__ __forceinline__ void reorder(float* memory, int lane) {
     const int g = lane >> 2, t = lane & 3;
     __syncwarp();
@@ -214,10 +216,10 @@ struct Warp {
     }
   }
 
-  // Between window and pages: convert sums to the unit of pages, and lower the maximum. Exponents of pages include the scales of values,
-  // so with a maximum from a sink's large score the weights of pages would vanish in fp16. After lowering, the first piece whose weights
-  // matter sets a new maximum. Sums are scaled by the same factor, so their values relative to the maximum do not change.
-  __device__ __forceinline__ void turn_to_pages() {
+  // Between window and pages: converts sums to the unit of pages, and lowers the maximum. Exponents of pages include the scales of values, so
+  // with a maximum from a sink's large score the weights of pages would vanish in fp16. With the lower maximum, the first KV tile with relevant
+  // weights sets a new one. Sums are scaled by the same factor, so they do not change relative to the maximum.
+  __device__ __forceinline__ void rescale_for_pages() {
     constexpr float BY = 60.f, FACTOR = 0x1p60f;
 #pragma unroll
     for (int n = 0; n < NT; n++) {

@@ -1,9 +1,9 @@
-// Attention of a warp to a row's window: sink, tail and chunk, in the model's dtype.
+// Attention of a warp to a row's full-precision window: sink, tail and new tokens.
 #pragma once
 #include "warp.cuh"
 #include "exchange.cuh"
 
-// Blocks of 32 tokens of a row's window (sink, tail and chunk, in this order): first, first + stride, ... below `stop`.
+// Blocks of 32 tokens of a row's window (sink, tail and new tokens, in this order): first, first + stride, ... below `stop`.
 struct Window {
   const Args& a;
   const Row& row;
@@ -12,26 +12,26 @@ struct Window {
   const Exchange& exchange;
   static constexpr int VALUES = NARROW ? 0 : Dense<WK>::BLOCK;  // offset of the values in `space`
 
-  // which: 0 keys, 1 values; i: index of the token in the window
-  __device__ __forceinline__ const u8* locate(int which, int i, bool& keep) const {
+  // The address of token i of the window. side: 0 keys, 1 values. keep: whether the token exists.
+  __device__ __forceinline__ const u8* locate(int side, int i, bool& keep) const {
     const i64 bh = (i64)row.b * a.heads + row.h;
-    const int stored = row.sinks + row.tail, d = 2 * (which ? DV : DK);
+    const int stored = row.sinks + row.tail, d = 2 * (side ? DV : DK);
     keep = true;
-    if (i < row.sinks) return (which ? a.sink_v : a.sink_k) + (bh * a.sink + i) * d;
+    if (i < row.sinks) return (side ? a.sink_v : a.sink_k) + (bh * a.sink + i) * d;
     if (i < stored) {
       const int slot = row.paged % a.tail + i - row.sinks;
-      return (which ? a.tail_v : a.tail_k) + (bh * a.tail + (slot < a.tail ? slot : slot - a.tail)) * d;
+      return (side ? a.tail_v : a.tail_k) + (bh * a.tail + (slot < a.tail ? slot : slot - a.tail)) * d;
     }
     const int c = i - stored;
     keep = c < row.chunk && (!HAS_MASK || a.mask[row.b * a.mask_b + c * a.mask_s]);
-    const i64 at = which ? row.b * a.v_b + row.h * a.v_h + (keep ? c : 0) * a.v_s
-                         : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
-    return (which ? a.v : a.k) + 2 * at;
+    const i64 at = side ? row.b * a.v_b + row.h * a.v_h + (keep ? c : 0) * a.v_s
+                        : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
+    return (side ? a.v : a.k) + 2 * at;
   }
-  // Each lane computes the address of one token of the block, and shuffles hand it to the lanes that copy the token.
-  template <int D> __device__ __forceinline__ void copy(int which, int block, u32 target) const {
+  // Each lane computes the address of one token of the block, and shuffles pass it to the lanes that copy the token.
+  template <int D> __device__ __forceinline__ void copy(int side, int block, u32 target) const {
     bool real;
-    const u64 own = (u64)locate(which, 32 * block + lane, real) + 2 * D * own_slice();
+    const u64 own = (u64)locate(side, 32 * block + lane, real) + 2 * D * own_slice();
     const u32 low = (u32)own, high = (u32)(own >> 32), kept = __ballot_sync(~0u, real);
     Dense<D>::copy(
         target,
@@ -82,7 +82,7 @@ struct Window {
 #pragma unroll
           for (int e = 0; e < COLUMNS_USED; e++) {
             float& x = s[j >> 1][n][2 * (j & 1) + e];
-            x = keep && c <= query[n][e] ? Warp::capped(w.whole(x * scale, n, e), a.softcap) : -INF;
+            x = keep && c <= query[n][e] ? Warp::capped(w.with_lacking(x * scale, n, e), a.softcap) : -INF;
           }
       }
       w.subtract_maximum<2>(s);
@@ -95,6 +95,6 @@ struct Window {
       else commit();
     }
     wait<0>();
-    exchange.meet();
+    exchange.sync();
   }
 };

@@ -84,7 +84,7 @@ template <int N> static void wgmma_model(float* d, u64 a, u64 b, int more) {
 static void wgmma_fence() {}
 static void wgmma_commit() {}
 template <int N> static void wgmma_wait() {}
-template <int N> static void keep(float*) {}
+template <int N> static void pin_registers(float*) {}
 static void proxy_fence() {}
 
 // Barriers that count bytes, by where they stand. Copies are done at once in hasty blocks, else when somebody waits.

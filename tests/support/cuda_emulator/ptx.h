@@ -42,14 +42,14 @@ static void sts4(u32 a, const u32* x) { check(a, 16); used(a, 16, races::WRITE);
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); used(a, 4 * V, races::READ); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
 static const u8* opaque(const u8* p) { return p; }
-static u32 ask(const u32* p) { return *p; }
-static i64 ask(const i64* p) { return *p; }
-UNWATCHED static void count_up(bool does, int* counter, int& found) {
-  if (!does) return;
+static u32 load_now(const u32* p) { return *p; }
+static i64 load_now(const i64* p) { return *p; }
+UNWATCHED static void atomic_inc_shared(bool active, int* counter, int& old) {
+  if (!active) return;
   races::touch(counter, sizeof *counter, races::ATOMIC, __builtin_return_address(0));
-  found = (*counter)++;
+  old = (*counter)++;
 }
-static void count_up_global(bool does, int* counter, int& found) { count_up(does, counter, found); }
+static void atomic_inc_global(bool active, int* counter, int& old) { atomic_inc_shared(active, counter, old); }
 static u32 shared_address(const void* p) { return (u32)((const u8*)p - shared_memory); }
 
 template <int V> static void ldg(u32* r, const void* p) { if ((size_t)p % (4 * V)) fault("load from a misaligned address", 0); memcpy(r, p, 4 * V); }
@@ -67,7 +67,7 @@ static u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(
 static u32 mul2(u32 a, u32 b) { return pack_half(half_to_float(a & 0xffff) * half_to_float(b & 0xffff), half_to_float(a >> 16) * half_to_float(b >> 16)); }
 static u32 max2(u32 a, u32 b) { return pack_half(fmaxf(half_to_float(a & 0xffff), half_to_float(b & 0xffff)), fmaxf(half_to_float(a >> 16), half_to_float(b >> 16))); }
 static u32 choose_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
-template <int BY> static u32 turned(u32 x) { return x << BY | x >> (32 - BY); }
+template <int BY> static u32 rotated_left(u32 x) { return x << BY | x >> (32 - BY); }
 static float ex2(float x) { return exp2f(x); }
 static float lg2(float x) { return log2f(x); }
 static float rcp(float x) { return 1.f / x; }

@@ -1,4 +1,4 @@
-"""Compiled kernels kept on disk. Files from there run on the GPU, so the directory must belong only to the user.
+"""The cache of compiled kernels on disk. Its files run on the GPU, so the directory must belong only to the user.
 
 A file holds a SHA-256 digest, in 64 hexadecimal digits, and the kernel. The digest covers the file's name and the
 kernel. A file that was cut short, altered or renamed is ignored: the log names it, and the kernel is compiled again. A
@@ -19,16 +19,16 @@ from pathlib import Path
 from ...folders import VARIABLE, cache_root
 
 logger = logging.getLogger("hf_lowbit_kv")
-DIGITS = 64
+DIGEST_LENGTH = 64
 #: a larger file is damaged and is not read: kernels have about 100 kB
-MOST_BYTES = 2**26
+MAX_BYTES = 2**26
 
 
 def cache_directory() -> Path:
-    """The directory where kernels are kept. It need not exist."""
+    """The directory of the cache. It need not exist."""
     directory = cache_root() / "kernels"
     if (owner := _owner(directory)) is not None and owner != os.getuid():
-        directory = directory.with_name(f"kernels-{os.getuid()}")  # users may share the folder, but not kernels
+        directory = directory.with_name(f"kernels-{os.getuid()}")  # users may share the parent folder, but not kernels
     return directory
 
 
@@ -55,7 +55,7 @@ def why_refused(directory: Path) -> str | None:
 
 
 def _usable(directory: Path) -> bool:
-    """Whether files can be kept in the directory. If not, the reason is logged once."""
+    """Whether the directory can be used. If not, the reason is logged once."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -77,24 +77,24 @@ def _warn(directory: Path, reason: str) -> None:
 
 
 def load(name: str) -> bytes | None:
-    """The kernel kept under a file name, or `None` if there is no undamaged file."""
+    """The kernel in the file `name`, or `None` if there is no undamaged file."""
     directory = cache_directory()
     path = directory / name
     try:
         if not directory.exists() or not _usable(directory):
             return None
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(status.st_mode):  # a pipe would block
             return _refuse(path, "is no file")
-        if status.st_size > MOST_BYTES:
-            return _refuse(path, f"has {status.st_size} bytes, and a kernel has {MOST_BYTES} at most")
+        if status.st_size > MAX_BYTES:
+            return _refuse(path, f"has {status.st_size} bytes, and a kernel has {MAX_BYTES} at most")
         data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         return _refuse(path, f"cannot be read: {error.strerror or error}")
-    kernel = data[DIGITS:]
-    if data[:DIGITS] != _digest(name, kernel):
+    kernel = data[DIGEST_LENGTH:]
+    if data[:DIGEST_LENGTH] != _digest(name, kernel):
         return _refuse(path, "is not the kernel that was kept there")
     return kernel
 
@@ -103,7 +103,7 @@ def _refuse(path: Path, reason: str) -> None:
     logger.warning("%s %s: it is compiled again", path, reason)
 
 
-def keep(name: str, kernel: bytes) -> None:
+def save(name: str, kernel: bytes) -> None:
     """Write a file completely or not at all, because other processes may be reading it."""
     directory = cache_directory()
     if not _usable(directory):
