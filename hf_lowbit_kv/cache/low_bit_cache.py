@@ -164,7 +164,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layers[index].readers = readers(config, index)
         self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
         for index in packed:
-            layers[index].guard = self.guard
+            layers[index].guard, layers[index].tables = self.guard, layers[packed[0]].tables
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
@@ -504,8 +504,9 @@ class LowBitCache(Cache, PushToHubMixin):
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
+        tables = {paging: each for packed in new.packed_layers for paging, each in packed.tables.items()}
         for packed in new.packed_layers:
-            packed.guard = new.guard
+            packed.guard, packed.tables = new.guard, tables
         if config is self.config:
             del memo[id(self.config)]  # what else is copied along is not ours to share
         return new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +13,30 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..cache.model_positions import Values, joined_positions
 from ..cache.own_layer_contents import OwnContents, contents_of
 from ..storage.layer_spec import LayerSpec
+from ..storage.page_pool import Block, KeptPages
 from ..storage.paged_store import read_pages
-from ..storage.shared_pages import Holding
 from ..storage.stored_tokens import Pair, StoredTokens, take_tokens
 
 
 class Segment:
-    """Consecutive pages of a row, of every packed layer: by layer, uint8 `[n, H, page_bytes]`. Never written."""
+    """Consecutive pages of a row, of every packed layer: by layer, uint8 `[n, H, page_bytes]`. Never written.
 
-    def __init__(self, pages: dict[int, torch.Tensor]):
+    Args:
+        paging: of each layer.
+    """
+
+    def __init__(self, pages: dict[int, torch.Tensor], paging: Mapping[int, Hashable]):
+        self._paging = paging
+        self._set(pages)
+
+    def _set(self, pages: dict[int, torch.Tensor]) -> None:
         self.pages = pages
-        self._hold_pages()
-
-    def _hold_pages(self) -> None:
         # this comes before any cache uses them, so that no cache takes one of the pages as free
-        self._holding = Holding()
-        for block in self.pages.values():
-            self._holding.use(block)
+        self._counts = {self._paging[index]: KeptPages(len(block)) for index, block in pages.items()}
+
+    def block_of(self, index: int) -> Block:
+        """The counts of a layer's pages."""
+        return self._counts[self._paging[index]].block
 
     @property
     def count(self) -> int:
@@ -42,8 +49,7 @@ class Segment:
 
     def trim(self, count: int) -> None:
         """Keep the first `count` pages."""
-        self.pages = {index: block[:count].clone() for index, block in self.pages.items()}
-        self._hold_pages()
+        self._set({index: block[:count].clone() for index, block in self.pages.items()})
 
 
 @dataclass
@@ -161,7 +167,7 @@ def take_prompt(
         pages[index] = taken.blocks[0]
         sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
         layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
-    segment = Segment(pages)
+    segment = Segment(pages, {index: layer.spec.paging for index, layer in layers.items()})
     segments = list(shared)
     if segment.count or not segments:  # an empty one has the shapes of pages, for a file
         segments.append((segment, segment.count))
@@ -179,6 +185,7 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     parts = [prompt.layers[index] for prompt in prompts]
     spec, sizes = parts[0].spec, parts[0].sizes
     blocks: list[torch.Tensor] = []
+    counts: list[Block] = []
     first: dict[int, int] = {}
     rows = []
     for prompt, part in zip(prompts, parts, strict=True):
@@ -188,6 +195,7 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
             if id(block) not in first:
                 first[id(block)] = sum(map(len, blocks))
                 blocks.append(block)
+                counts.append(segment.block_of(index))
             used = min(pages, len(block), left)
             ids.append(torch.arange(used) + first[id(block)])
             left -= used
@@ -195,9 +203,8 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for row, ids_of_row in enumerate(rows):
         table[row, : len(ids_of_row)] = ids_of_row
-    stored = StoredTokens(
-        blocks, table, [part.paged for part in parts], [part.sink for part in parts], [part.tail for part in parts]
-    )
+    windows = [part.sink for part in parts], [part.tail for part in parts]
+    stored = StoredTokens(blocks, table, [part.paged for part in parts], *windows, counts)
     if tokens is not None:
         stored = stored.first(tokens, spec)
     in_tail = min(tail[0].shape[1] for tail in stored.tails)

@@ -164,7 +164,7 @@ class PrefixStore:
         with self._lock:
             match = self.find(cache, rows)
             if match.contents is not None:
-                cache_contents.put(cache, match.contents, cache.model.get("looked up"), shared=True)
+                cache_contents.put(cache, match.contents, cache.model.get("looked up"))
                 if cache.read_lengths is not None:
                     cache.read_lengths.restored(max(map(len, rows)))
             return match._replace(contents=None)

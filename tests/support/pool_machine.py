@@ -20,7 +20,6 @@ from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
-from hf_lowbit_kv.storage.shared_pages import Holding
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.stored_tokens import take_tokens
 
@@ -82,11 +81,12 @@ class Machine:
             self.check(row)
             self._leave(row)
         self.prefixes.clear()
-        assert all(ledger.free == ledger.count for ledger in self.pool.ledgers.values())
-        assert not any(ledger.blocks for ledger in self.pool.ledgers.values()), (
-            "kept texts are attached that no row holds"
+        assert all(pages.free == pages.count for pages in self.pool.page_pools.values())
+        assert not any(pages.attached for pages in self.pool.page_pools.values()), (
+            "texts are attached that no row reads"
         )
-        assert all(len(state.pool) == 1 for state in self.pool.memory.states)
+        own = [{block.untyped_storage().data_ptr() for block in state.pool} for state in self.pool.memory.states]
+        assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
 
     def run_one(self, operation: Operation) -> None:
@@ -124,8 +124,8 @@ class Machine:
 
     def _cache(self, operation: Operation) -> None:
         """A row goes on from the present contents of a cache, which may change later."""
-        which, holding = operation.which % 2, Holding()
-        contents = [self._contents(store, holding) for store in self._caches[which]]
+        which = operation.which % 2
+        contents = [self._contents(store, shared=True) for store in self._caches[which]]
         self._go_on(self._cached[which], contents, operation.amount)
 
     def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
@@ -221,9 +221,9 @@ class Machine:
             stores.append(store)
         return stores
 
-    def _contents(self, store: PagedStore, holding: Holding | None = None) -> LayerContents:
+    def _contents(self, store: PagedStore, shared: bool = False) -> LayerContents:
         """What a store holds: a copy, or its own pages."""
-        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, holding=holding)
+        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, shared=shared)
         return LayerContents(store.spec, tokens, *sizes, tokens.lengths[0], 0, "packed", [])
 
     # ---- storing and checking -------------------------------------------------------------------------------------
@@ -286,16 +286,14 @@ class Machine:
     def check_ledgers(self) -> None:
         """Pages are held by those who have them, and slots are dense."""
         assert [row.slot for row in self.pool.rows] == list(range(len(self.pool.rows)))
-        for paging, ledger in self.pool.ledgers.items():
-            holders = Counter(page for row in self.pool.rows for page in row.pages[paging])
-            for kept in self.prefixes.kept():
-                holders.update(kept.pages.get(paging, []))
-            assert all(ledger.holders(page) == holders[page] for page in range(ledger.count))
-            assert ledger.free == ledger.count - sum(page < ledger.count for page in holders)
-            of_blocks = Counter(ledger.block_of(page) for page in holders.elements())
-            assert all(block.holders == of_blocks[block] > 0 for block in ledger.blocks)
-            assert len(ledger.blocks) == len(of_blocks) - (None in of_blocks)
+        for paging, pages in self.pool.page_pools.items():
+            references = Counter(page for row in self.pool.rows for page in row.pages[paging])
+            references.update(self.prefixes.numbers())
+            assert all(pages.references(page) == references[page] for page in (*range(pages.count), *references))
+            assert pages.free == pages.count - sum(page < pages.count for page in references)
+            read = {pages.block_of(page) for page in references} - {None}
+            assert set(pages.attached) == read
             specs = [layer.spec for layer in self.layers if layer.paging == paging]
             missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
             promised = sum(max(pages, 0) for pages in missing)  # a kept text's pages may reach further
-            assert promised <= ledger.free, "every row gets the pages that it was promised"
+            assert promised <= pages.free, "every row gets the pages that it was promised"
