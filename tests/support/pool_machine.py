@@ -7,6 +7,7 @@ of one row that got all tokens at once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,10 @@ from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.page_pool import PageTables
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.store_forks import fork_stores
 from hf_lowbit_kv.storage.stored_tokens import take_tokens
 
 HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
@@ -29,11 +32,12 @@ KINDS = {
     "dense": ["dense|dense|32|32|32"],
     "no sink": ["int8-token|int4-token|0|32|32"],
     "open page": ["int8-token|int8-token|8|0|32"],
+    "two layers": ["int8-token|int4-token|8|32|32", "int4-channel|int8-token|8|32|32"],
     "two windows": ["int4-channel|int4-token|32|32|32", "int8-token|int8-token|0|0|64"],
 }
 OPERATIONS = (
     *("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room"),
-    *("kept text", "cache", "change the cache"),
+    *("kept text", "cache", "change the cache", "fork the cache"),
 )
 
 
@@ -88,6 +92,9 @@ class Machine:
         own = [{block.untyped_storage().data_ptr() for block in state.pool} for state in self.pool.memory.states]
         assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
+        for store in (store for stores in self._caches for store in stores):
+            held = store.tables.held.items()
+            assert all((block.references == counts).all() for block, counts in held), "references of rows or forks are left"
 
     def run_one(self, operation: Operation) -> None:
         getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
@@ -157,6 +164,18 @@ class Machine:
         for row in self.pool.rows:
             self.check(row)
 
+    def _fork_the_cache(self, operation: Operation) -> None:
+        """A row goes on from a fork. What it came from is gone afterwards, or the fork is."""
+        which, capacity = operation.which % 2, self._caches[operation.which % 2][0].capacity
+        (fork,) = fork_stores(self._caches[which], capacity)
+        if capacity is None and operation.amount % 3 == 0:  # as beams do
+            for rows in ([0, 0], [1]):
+                for store in fork:
+                    store.select_rows(torch.tensor(rows))
+        self._go_on(self._cached[which], [self._contents(store, shared=True) for store in fork], operation.amount)
+        if operation.amount % 2:
+            self._caches[which] = fork
+
     def _chunk(self, operation: Operation) -> None:
         row = self._row(operation.which)
         if row is None:
@@ -213,9 +232,12 @@ class Machine:
 
     def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
         """By layer, a store of one row with these tokens."""
-        stores = []
+        stores: list[PagedStore] = []
+        tables: dict[Hashable, PageTables] = {}
+        sizes = 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity
         for layer in self.layers:
-            store = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity)
+            store = PagedStore(layer.spec, *sizes, tables=tables.get(layer.paging))
+            tables[layer.paging] = store.tables
             store.reserve(2 * LONGEST)
             ops.append(Chunk(None, *self._numbers(ids, 0)), store, "cpu")
             stores.append(store)
