@@ -30,8 +30,7 @@ from ..generation.enable import Enabled
 from ..generation.kept_caches import kept_caches
 from ..presets import get_preset
 from .memory_budget import USABLE
-from .new_pool import new_pool
-from .pool_steps import PoolSteps
+from .pool_steps import PoolSteps, new_pool
 from .row_pool import Row
 from .sampling import on_device
 from .shared_prefixes import SharedPrefixes

@@ -21,23 +21,6 @@ from ..storage.step import Chunk
 from .row_pool import RowPool
 
 
-class RowLength(Length):
-    """The count of rows in a pool. Their addresses are fixed, so steps can be recorded; the count is kept only in
-    Python."""
-
-    fixed = True
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-
-    def __copy__(self) -> RowLength:
-        """A copy has its own count."""
-        new = RowLength(self.capacity or 0)
-        new.__dict__.update(self.__dict__)
-        return new
-
-
 class PooledLayer(LowBitLayer):
     """A layer whose rows belong to a pool.
 
@@ -47,7 +30,7 @@ class PooledLayer(LowBitLayer):
 
     def __init__(self, like: LowBitLayer, store: Any, capacity: int):
         vars(self).update(vars(like))
-        self.store, self.batch_size, self.length = store, store.batch_size, RowLength(capacity)
+        self.store, self.batch_size, self.length = store, store.batch_size, Length(capacity)
         self._forget()
         self.first_packed = False  # the pool knows which texts its rows hold
         self.expected: list[int] = []

@@ -21,8 +21,8 @@ from ..cache.implementation import selected
 from ..cache.served_models import unwrap_generating
 from ..generation.kept_caches import kept_caches
 from .kept_prompts import KeptPrompts, PromptStore
-from .new_pool import new_pool
 from .pool_models import empty_caches
+from .pool_steps import new_pool
 from .request import Request, RequestReader
 from .result import Result, described
 from .scheduler import Scheduler

@@ -14,7 +14,7 @@ while a row or a prefix has one of their pages: rows read them in place, and the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -60,11 +60,6 @@ class Prefix:
     """by paging, tokens in pages; empty: all but the sink's"""
     opened: dict[Hashable, list[torch.Tensor]] = field(default_factory=dict)
     """by paging, the page after these if it is not full, see `SlotMemory.write_page`"""
-
-
-def pages_needed(layers: Iterable[StoredLayer], tokens: int) -> dict[Hashable, int]:
-    """For each paging, the number of pages of a row of `tokens` tokens."""
-    return {layer.paging: layer.spec.pages_for(tokens) for layer in layers}
 
 
 class RowPool:

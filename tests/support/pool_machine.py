@@ -94,7 +94,9 @@ class Machine:
         assert self.pool.memory.lost == 0
         for store in (store for stores in self._caches for store in stores):
             held = store.tables.held.items()
-            assert all((block.references == counts).all() for block, counts in held), "references of rows or forks are left"
+            assert all((block.references == counts).all() for block, counts in held), (
+                "references of rows or forks are left"
+            )
 
     def run_one(self, operation: Operation) -> None:
         getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
