@@ -18,7 +18,7 @@ from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take
 from .filled_by import FilledBy, look_at
 from .low_bit_layer import LowBitLayer
 from .model_positions import Values
-from .own_layer_contents import OwnContents, contents_of, put_contents
+from .native_layer_contents import NativeContents, contents_of, put_contents
 
 
 class LayerContents(NamedTuple):
@@ -45,8 +45,8 @@ class CacheContents(NamedTuple):
 
     layers: dict[int, LayerContents]
     """packed layers, by index; all of them or, of an empty cache, none"""
-    own_layers: dict[int, OwnContents]
-    """transformers' own layers"""
+    native_layers: dict[int, NativeContents]
+    """native layers"""
     text: torch.Tensor | None
     """ids `[B, n]` where the cache knows them"""
     positions: Values | None = None
@@ -110,11 +110,11 @@ def take(cache: Any, shared: bool = False) -> CacheContents:
     """
     cache.check_overrun()
     cache._check_whole()
-    packed, own_layers = dict[int, LayerContents](), dict[int, OwnContents]()
+    packed, native_layers = dict[int, LayerContents](), dict[int, NativeContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
             contents = contents_of(layer)
-            own_layers[index] = contents._replace(
+            native_layers[index] = contents._replace(
                 tokens=None if contents.tokens is None else (contents.tokens[0].clone(), contents.tokens[1].clone()),
                 states={name: x.clone() for name, x in contents.states.items()},
             )
@@ -124,7 +124,7 @@ def take(cache: Any, shared: bool = False) -> CacheContents:
     read = None
     if packed and (lengths := cache.read_lengths) is not None:
         read = lengths.first_read(cache), lengths.whole(cache) is None
-    return CacheContents(packed, own_layers, cache.text, positions, read)
+    return CacheContents(packed, native_layers, cache.text, positions, read)
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def put(cache: Any, contents: CacheContents, model: Any) -> None:
         _prepare(cache.layers[index], part, device_of(index))
     for index, part in contents.layers.items():
         _put_layer(cache.layers[index], part, known)
-    for index, contents_of_layer in contents.own_layers.items():
+    for index, contents_of_layer in contents.native_layers.items():
         put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
     cache.text = contents.text
     if contents.positions is not None:

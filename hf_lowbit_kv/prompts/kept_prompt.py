@@ -11,7 +11,7 @@ import torch
 from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, whole_pages
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.model_positions import Values, joined_positions
-from ..cache.own_layer_contents import OwnContents, contents_of
+from ..cache.native_layer_contents import NativeContents, contents_of
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import Block, KeptPages
 from ..storage.paged_store import read_pages
@@ -70,15 +70,15 @@ class KeptPrompt:
 
     Attributes:
         seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
-        segments: pages in order; for each segment, how many of its pages belong to this text. own_layers: contents of
-            transformers' own layers, one row.
+        segments: pages in order; for each segment, how many of its pages belong to this text. native_layers: their
+            contents, one row.
     """
 
     seed: str
     ids: torch.Tensor
     segments: list[tuple[Segment, int]]
     layers: dict[int, LayerOfPrompt]
-    own_layers: dict[int, OwnContents]
+    native_layers: dict[int, NativeContents]
     header: dict[str, Any]
     """what a file of it says of model and cache"""
     positions: Values | None = None
@@ -88,7 +88,7 @@ class KeptPrompt:
     def window_bytes(self) -> int:
         pairs = [pair for layer in self.layers.values() for pair in (layer.sink, layer.tail)]
         tensors = [x for pair in pairs for x in pair] + [
-            x for contents in self.own_layers.values() for x in contents.tensors().values()
+            x for contents in self.native_layers.values() for x in contents.tensors().values()
         ]
         return sum(x.nbytes for x in tensors)
 
@@ -103,8 +103,8 @@ class KeptPrompt:
 
 
 def usable(prompt: KeptPrompt, match: int) -> int:
-    """How many tokens of a match can be restored from pages only. 0 if transformers' own layers need the exact end."""
-    if prompt.own_layers:
+    """How many tokens of a match can be restored from pages only. 0 if native layers need the exact end."""
+    if prompt.native_layers:
         return 0
     return whole_pages(((layer.spec, layer.paged) for layer in prompt.layers.values()), match)
 
@@ -150,12 +150,12 @@ def take_prompt(
     """Copy the contents of a cache's row, except for pages that are in `shared` already."""
     first = sum(count for _, count in shared)
     layers, pages = dict[int, LayerOfPrompt](), dict[int, torch.Tensor]()
-    own_layers = dict[int, OwnContents]()
+    native_layers = dict[int, NativeContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
             contents = contents_of(layer)
             tokens = contents.tokens
-            own_layers[index] = OwnContents(
+            native_layers[index] = NativeContents(
                 contents.seen,
                 None if tokens is None else (tokens[0][row : row + 1].clone(), tokens[1][row : row + 1].clone()),
                 {name: x[row : row + 1].clone() for name, x in contents.states.items()},
@@ -171,14 +171,16 @@ def take_prompt(
     segments = list(shared)
     if segment.count or not segments:  # an empty one has the shapes of pages, for a file
         segments.append((segment, segment.count))
-    return KeptPrompt(seed, ids, segments, layers, own_layers, header, cache.positions.of_rows([row]))
+    return KeptPrompt(seed, ids, segments, layers, native_layers, header, cache.positions.of_rows([row]))
 
 
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> CacheContents:
     """The contents for a cache with these rows: the first `tokens` tokens of each, see `StoredTokens.first`; `None`: all."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
-    own_layers = {index: _joined([prompt.own_layers[index] for prompt in prompts]) for index in prompts[0].own_layers}
-    return CacheContents(layers, own_layers, None, joined_positions([prompt.positions for prompt in prompts]))
+    native_layers = {
+        index: _joined([prompt.native_layers[index] for prompt in prompts]) for index in prompts[0].native_layers
+    }
+    return CacheContents(layers, native_layers, None, joined_positions([prompt.positions for prompt in prompts]))
 
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
@@ -211,12 +213,12 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     return LayerContents(spec, stored, *sizes, max(stored.lengths), min(in_tail, spec.residual), "packed", [])
 
 
-def _joined(rows: Sequence[OwnContents]) -> OwnContents:
+def _joined(rows: Sequence[NativeContents]) -> NativeContents:
     def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
     pairs = [row.tokens for row in rows if row.tokens is not None]
     tokens = (joined([pair[0] for pair in pairs]), joined([pair[1] for pair in pairs])) if pairs else None
-    return OwnContents(
+    return NativeContents(
         rows[0].seen, tokens, {name: joined([row.states[name] for row in rows]) for name in rows[0].states}
     )

@@ -169,5 +169,5 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     segment = Segment(pages, {index: layer.spec.paging for index, layer in layers.items()})
     header, ids = saved_cache.header_in(description, tensors), torch.tensor(more["ids"])
     return KeptPrompt(
-        more["seed"], ids, [(segment, segment.count)], layers, contents.own_layers, header, contents.positions
+        more["seed"], ids, [(segment, segment.count)], layers, contents.native_layers, header, contents.positions
     )

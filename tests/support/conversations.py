@@ -20,7 +20,7 @@ from cases import tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.own_layers import can_crop
+from hf_lowbit_kv.cache.native_layers import can_crop
 
 #: tiny architectures
 FAMILIES = [
