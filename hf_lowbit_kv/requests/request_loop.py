@@ -164,7 +164,7 @@ class RequestLoop:
         """The next request. The scheduler asks for it whenever a row is free, and waits here while there is nothing
         else to do."""
         while True:
-            if not self._submitted and not self._scheduler.sequences and self._cancelled.empty():
+            if not self._submitted and not self._scheduler.running and self._cancelled.empty():
                 self._news.wait(0.02)
             self._news.clear()
             if self._submitted:
