@@ -328,11 +328,12 @@ class PagePool(PageHolder):
 
     def take(self, pages: int) -> list[int]:
         """Take free pages; they have one reference then. Raises `IndexError` if there are too few."""
-        taken = np.flatnonzero(self._own.references == 0)[:pages].tolist()
-        if len(taken) < pages:
-            raise IndexError(f"pages={pages} are not free: only {len(taken)} are")
-        self.acquire(taken)
-        return taken
+        with _lock:
+            taken = np.flatnonzero(self._own.references == 0)[:pages]
+            if len(taken) < pages:
+                raise IndexError(f"pages={pages} are not free: only {len(taken)} are")
+            self._own.references[taken] = self.held[self._own][taken] = 1
+        return taken.tolist()
 
     def acquire(self, pages: Sequence[int]) -> None:
         """Add a reference to each of these pages."""

@@ -12,7 +12,6 @@ from hf_lowbit_kv.requests import pool_steps, pooled_cache
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
-from hf_lowbit_kv.storage.page_pool import PagePool
 
 LENGTHS = (7, 33, 130, 300, 64)
 
@@ -238,15 +237,3 @@ def test_a_token_is_left_to_read_behind_a_prefix(model, residual, shared):
     """The token after the prefix, and before it those of the residual, which are not in pages."""
     pool = steps_on(model, "kv4", slots=1, residual=residual).pool
     assert [max(pool.prefix_lengths(tokens), default=0) for tokens in (64, 65)] == [shared - 32, shared]
-
-
-def test_a_page_is_free_without_references():
-    pages = PagePool(2)
-    (page,) = pages.take(1)
-    pages.acquire([page])
-    assert pages.release([page]) == 0
-    assert pages.free == 1
-    assert pages.release([page]) == 1
-    assert pages.free == 2
-    with pytest.raises(IndexError, match="only 2 are"):
-        pages.take(3)
