@@ -14,12 +14,11 @@ import torch
 
 from ..storage.content_digests import digest
 from ..storage.layer_spec import LayerSpec
-from ..storage.shared_pages import Holding
 from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
 from .filled_by import FilledBy, look_at
 from .low_bit_layer import LowBitLayer
 from .model_positions import Values
-from .own_layer_contents import OwnContents, contents_of, put_contents
+from .native_layer_contents import NativeContents, contents_of, put_contents
 
 
 class LayerContents(NamedTuple):
@@ -46,8 +45,8 @@ class CacheContents(NamedTuple):
 
     layers: dict[int, LayerContents]
     """packed layers, by index; all of them or, of an empty cache, none"""
-    own_layers: dict[int, OwnContents]
-    """transformers' own layers"""
+    native_layers: dict[int, NativeContents]
+    """native layers"""
     text: torch.Tensor | None
     """ids `[B, n]` where the cache knows them"""
     positions: Values | None = None
@@ -89,59 +88,57 @@ def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     ]
 
 
-def take_layer(layer: LowBitLayer, holding: Holding | None = None) -> LayerContents:
-    """Copy the contents of a packed layer. holding: see `take_tokens`."""
+def take_layer(layer: LowBitLayer, shared: bool = False) -> LayerContents:
+    """Copy the contents of a packed layer. shared: see `take_tokens`."""
     store = layer.store
     assert store is not None
     padding = [(int(start), mask) for start, mask in layer._padding._noted]
     sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
     counts = layer.length.ask(), layer._in_tail, layer._mode or "packed"
-    return LayerContents(store.spec, take_tokens(store, holding=holding), *sizes, *counts, padding)
+    return LayerContents(store.spec, take_tokens(store, shared=shared), *sizes, *counts, padding)
 
 
 @torch.inference_mode(False)
-def take(cache: Any, holding: Holding | None = None) -> CacheContents:
+def take(cache: Any, shared: bool = False) -> CacheContents:
     """Copy the contents of a cache. Waits for the device.
 
     Args:
-        holding: see `take_tokens`.
+        shared: see `take_tokens`.
 
     Raises:
         OverrunError: tokens are lost. RuntimeError: the last forward pass was interrupted.
     """
     cache.check_overrun()
     cache._check_whole()
-    packed, own_layers = dict[int, LayerContents](), dict[int, OwnContents]()
+    packed, native_layers = dict[int, LayerContents](), dict[int, NativeContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
             contents = contents_of(layer)
-            own_layers[index] = contents._replace(
+            native_layers[index] = contents._replace(
                 tokens=None if contents.tokens is None else (contents.tokens[0].clone(), contents.tokens[1].clone()),
                 states={name: x.clone() for name, x in contents.states.items()},
             )
         elif layer.store is not None and layer.length.ask():
-            packed[index] = take_layer(layer, holding)
+            packed[index] = take_layer(layer, shared)
     positions = None if cache.positions.values is None else dict(cache.positions.values)
     read = None
     if packed and (lengths := cache.read_lengths) is not None:
         read = lengths.first_read(cache), lengths.whole(cache) is None
-    return CacheContents(packed, own_layers, cache.text, positions, read)
+    return CacheContents(packed, native_layers, cache.text, positions, read)
 
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def put(cache: Any, contents: CacheContents, model: Any, shared: bool = False) -> None:
+def put(cache: Any, contents: CacheContents, model: Any) -> None:
     """Put these contents into an empty cache of this model in which they fit. A preallocated cache copies them. What is
-    not on its layer's device is copied there.
-
-    Args:
-        shared: other caches hold the pages too, so a growing cache must not write to them.
-    """
+    not on its layer's device is copied there."""
     known: dict[Any, Any] = {}
     device_of = layer_devices(model)
     for index, part in contents.layers.items():
-        hold(cache.layers[index], part, device_of(index), shared, known)
-    for index, contents_of_layer in contents.own_layers.items():
+        _prepare(cache.layers[index], part, device_of(index))
+    for index, part in contents.layers.items():
+        _put_layer(cache.layers[index], part, known)
+    for index, contents_of_layer in contents.native_layers.items():
         put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
     cache.text = contents.text
     if contents.positions is not None:
@@ -172,21 +169,25 @@ def layer_devices(model: Any) -> Callable[[int], torch.device]:
     return lambda index: places.get(index, model.device)
 
 
-def hold(
-    layer: LowBitLayer, contents: LayerContents, device: torch.device, shared: bool, known: dict[Any, Any]
-) -> None:
-    """Put these contents into an empty packed layer. known: see `put_tokens`."""
-    tokens, rows, widths = contents.tokens.to(device), len(contents.tokens.paged), contents.widths
+def _prepare(layer: LowBitLayer, contents: LayerContents, device: torch.device) -> None:
+    """Make an empty packed layer ready for these contents."""
+    rows, widths = len(contents.tokens.paged), contents.widths
     states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
     if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):
         layer.is_initialized = False
     if not layer.is_initialized:
         layer.lazy_initialization(*states)
-    assert layer.store is not None
-    tokens = in_layout_of(tokens, contents.spec, layer.store.spec, widths, contents.dtype)
-    put_tokens(layer.store, tokens, shared, known)
+
+
+def _put_layer(layer: LowBitLayer, contents: LayerContents, known: dict[Any, Any]) -> None:
+    """Put these contents into a layer that is ready. known: see `put_tokens`."""
+    store = layer.store
+    assert store is not None
+    tokens = contents.tokens.to(store.device)
+    tokens = in_layout_of(tokens, contents.spec, store.spec, contents.widths, contents.dtype)
+    put_tokens(store, tokens, known)
     layer._forget()
     layer.length.set(contents.seen)
     layer._in_tail, layer._mode = contents.in_tail, contents.mode
     for start, mask in contents.padding:
-        layer._padding.note(start, mask.to(device))
+        layer._padding.note(start, mask.to(store.device))

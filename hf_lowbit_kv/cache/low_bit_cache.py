@@ -35,16 +35,16 @@ from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_positions import ModelPositions
-from .overrun import OverrunError, OverrunWatch
-from .own_layer_contents import resized
-from .own_layers import (
+from .native_layer_contents import resized
+from .native_layers import (
     SLIDING,
     can_crop,
     made_in_inference_mode,
     make_anew_for_other_rows,
-    own_layers,
+    native_layers,
     tensors_of,
 )
+from .overrun import OverrunError, OverrunWatch
 from .packed_layers import packed_sides, readers, stream_sizes
 from .pass_guard import PassGuard
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
@@ -140,7 +140,7 @@ class LowBitCache(Cache, PushToHubMixin):
         formats = parse_format(key_format or "int4-channel"), parse_format(value_format or "int4-token")
         transforms = parse_transform(transform), parse_transform(value_transform)
         spec = LayerSpec(*formats, sink, residual, page_size, *transforms)
-        layers = own_layers(config, max_cache_len)
+        layers = native_layers(config, max_cache_len)
         model_sides = packed_sides(model_or_config, config, layers)
         packed = list(model_sides)
         check_reading(reading, config, model_sides)
@@ -164,7 +164,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layers[index].readers = readers(config, index)
         self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
         for index in packed:
-            layers[index].guard = self.guard
+            layers[index].guard, layers[index].tables = self.guard, layers[packed[0]].tables
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
@@ -233,7 +233,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self._warned = True
             warn_if_dense(layer.config, layer.holds_packed)
-        if layer_idx < self._first_packed_index:  # its own layers do not refuse such chunks
+        if layer_idx < self._first_packed_index:  # native layers do not refuse such chunks
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -438,7 +438,7 @@ class LowBitCache(Cache, PushToHubMixin):
         if not torch.is_inference_mode_enabled():
             to_replace += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
         if to_replace:  # transformers' own reset of growing layers keeps the length in 5.17
-            new = own_layers(self.config, self._first_packed_layer.length.capacity)
+            new = native_layers(self.config, self._first_packed_layer.length.capacity)
             for index in to_replace:
                 self.layers[index] = new[index]
         super().reset()
@@ -504,8 +504,9 @@ class LowBitCache(Cache, PushToHubMixin):
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
+        tables = {paging: each for packed in new.packed_layers for paging, each in packed.tables.items()}
         for packed in new.packed_layers:
-            packed.guard = new.guard
+            packed.guard, packed.tables = new.guard, tables
         if config is self.config:
             del memo[id(self.config)]  # what else is copied along is not ours to share
         return new

@@ -15,6 +15,7 @@ from ..backends import choice
 from ..backends import operations as ops
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
+from ..storage.page_pool import PageTables
 from ..storage.paged_store import PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import Chunk
@@ -112,6 +113,8 @@ class LowBitLayer(CacheLayerMixin):
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
         self.guard = PassGuard()  # a cache's layers have its own
+        #: by paging, the page numbers that a cache's layers share
+        self.tables: dict[Any, PageTables] = {}
         self._forget()
 
     # ---- methods that transformers calls --------------------------------------------------------------------------
@@ -133,18 +136,16 @@ class LowBitLayer(CacheLayerMixin):
         self.why_slow_reference = choice.why_slow_reference(self.requested_backend, self.backend, served)
         self.spec = choice.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
-        self.store = PagedStore(
-            self.spec,
-            self.batch_size,
-            heads,
-            *head_dims,
-            self.dtype,
-            self.device,
-            self.length.capacity,
-            self._records(heads, head_dims),
-        )
+        sizes = self.batch_size, heads, *head_dims, self.dtype, self.device, self.length.capacity
+        self.store = PagedStore(self.spec, *sizes, self._records(heads, head_dims), self._shared_tables())
+        self.tables[self.spec.paging] = self.store.tables
         self.length.place(self.device)
         self.is_initialized = True
+
+    def _shared_tables(self) -> PageTables | None:
+        """The page numbers that another layer of the cache has made for as many rows; `None`: there are none."""
+        tables = self.tables.get(self.spec.paging)
+        return tables if tables is not None and tables.rows == self.batch_size else None
 
     def _records(self, heads: int, head_dims: tuple[int, int]) -> list[torch.Tensor]:
         """The records of the layer's parameters on its device, for this process's KV heads (`heads` of them). A growing
@@ -239,6 +240,7 @@ class LowBitLayer(CacheLayerMixin):
         self.length.set(0)
         if not self.length.fixed:
             self.store, self.is_initialized = None, False
+            self.tables.clear()
         elif self.store is not None:
             self.store.reset()
 
@@ -311,6 +313,7 @@ class LowBitLayer(CacheLayerMixin):
         # all other attributes are never changed, only replaced
         new.__dict__.update(self.__dict__)
         new.store, new.length, new.guard = *contents, copy.deepcopy(self.guard)
+        new.tables = {} if new.store is None else {new.spec.paging: new.store.tables}
         new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
         new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
         return new

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from ..storage.model_sides import DIRECT, ModelSide, StreamSizes
 from .latent_attention import absorbed_layers
-from .own_layers import own_layers
+from .native_layers import native_layers
 from .served_models import text_config, unwrap
 
 
@@ -64,5 +64,5 @@ def packed_sizes(model: PreTrainedModel | PreTrainedConfig) -> dict[int, Any]:
     if isinstance(model, torch.nn.Module):
         model = unwrap(model)
     config = text_config(model)
-    sides = packed_sides(model, config, own_layers(config, None))
+    sides = packed_sides(model, config, native_layers(config, None))
     return {index: tuple(size) for index, size in stream_sizes(config, sides).items()}

@@ -31,7 +31,7 @@ from ..storage.stored_tokens import StoredTokens
 from .cache_contents import CacheContents, LayerContents
 from .checked_tensors import read_tensors, write_tensors
 from .model_positions import keeps_positions
-from .own_layer_contents import OwnContents
+from .native_layer_contents import NativeContents
 
 FILE_NAME = "lowbit_cache.json"
 #: an empty file in the folder, which a process locks while it replaces files
@@ -117,7 +117,7 @@ def write(
 
 def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors by name, and the other values of the description."""
-    tensors, layers, own_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
+    tensors, layers, native_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
     names: dict[int, str] = {}
     for index, layer in contents.layers.items():
         tokens, prefix = layer.tokens, f"layers.{index}"
@@ -142,13 +142,13 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
             "tails": [pair[0].shape[1] for pair in tokens.tails],
             "padding": [(start, names[id(mask)]) for start, mask in layer.padding],
         }
-    for index, layer_contents in contents.own_layers.items():
+    for index, layer_contents in contents.native_layers.items():
         named = layer_contents.tensors()
         tensors |= {f"own.{index}.{name}": tensor for name, tensor in named.items()}
-        own_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(named)}
+        native_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(named)}
     if contents.text is not None:
         tensors["text"] = contents.text
-    described: dict[str, Any] = {"layers": layers, "own": own_layers, "read": contents.read}
+    described: dict[str, Any] = {"layers": layers, "own": native_layers, "read": contents.read}
     if contents.positions is not None:
         tensors |= {f"positions.{name}": x for name, x in contents.positions.items() if isinstance(x, torch.Tensor)}
         described["positions"] = {
@@ -327,8 +327,8 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
         int(index): _layer_contents(fields, f"layers.{index}", tensors)
         for index, fields in description["layers"].items()
     }
-    own_layers = {
-        int(index): OwnContents.from_tensors(
+    native_layers = {
+        int(index): NativeContents.from_tensors(
             fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}
         )
         for index, fields in description["own"].items()
@@ -337,7 +337,7 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
     if positions is not None:
         positions = {name: tensors.get(f"positions.{name}", value) for name, value in positions.items()}
     read = description.get("read")
-    return CacheContents(layers, own_layers, tensors.get("text"), positions, None if read is None else tuple(read))
+    return CacheContents(layers, native_layers, tensors.get("text"), positions, None if read is None else tuple(read))
 
 
 def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .own_layers import RECURRENT
+from .native_layers import RECURRENT
 
 if TYPE_CHECKING:
     from .low_bit_layer import LowBitLayer
@@ -35,8 +35,8 @@ def honour_mask(seen: Seen, mask: torch.Tensor | None) -> bool:
         mask: bool `[B, n]`, n of at least `seen`; `None` shows all positions.
 
     Raises:
-        ValueError: the mask hides other stored tokens, or shows positions that are not stored; or one of transformers'
-            own layers has read the hidden tokens into a state. Nothing has changed then.
+        ValueError: the mask hides other stored tokens, or shows positions that are not stored; or a native
+            layer has read the hidden tokens into a state. Nothing has changed then.
     """
     layer, count = seen.layer, int(seen)
     if count == 0 or (mask is not None and len(mask) != layer.batch_size):

@@ -115,19 +115,25 @@ def _put_together(noted: list[Noted]) -> list[Noted]:
 
 
 class Length:
-    """The count of a growing layer: it has no bound and is known."""
+    """A count that Python knows: of a growing layer, and of rows in a pool, which knows their lengths.
 
-    #: tokens that a row can hold, or `None`
-    capacity: int | None = None
-    #: whether tensors stay where they are, so that compiled and recorded steps can use the layer
-    fixed = False
+    Args:
+        capacity: tokens that a row can hold; `None`: there is no bound.
+    """
+
     #: tokens seen, padding included: a number, or a tensor int64 `[]` on the layer's device
     seen: int | torch.Tensor
     #: how many of them Python knows about
     at_least: int
 
-    def __init__(self):
+    def __init__(self, capacity: int | None = None):
+        self.capacity = capacity
         self.seen = self.at_least = 0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether tensors stay where they are, so that compiled and recorded steps can use the layer."""
+        return self.capacity is not None
 
     def place(self, device: torch.device) -> None:
         """The layer's tensors are on this device."""
@@ -163,7 +169,6 @@ class Length:
 class FixedLength(Length):
     """The count of a preallocated layer."""
 
-    fixed = True
     capacity: int
     seen: torch.Tensor
     #: whether `at_least` is what the device has counted, so that the next check need not wait

@@ -20,7 +20,7 @@ import torch
 from ..cache.cache_argument import as_argument
 from ..cache.length_rope import drop_limit
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.own_layers import SLIDING
+from ..cache.native_layers import SLIDING
 from ..cache.served_models import tp_size
 from .call_options import return_sequences, setting
 from .whole_reading import read_as_whole

@@ -45,7 +45,7 @@ class PrefixCall:
         self.ids, self.mask = _prompt(model, options)
         self.padded = self.mask is not None and not bool(self.mask.all())
         if self.padded and any(not isinstance(layer, LowBitLayer) for layer in cache.layers):
-            self.ids = None  # transformers' own layers store padding
+            self.ids = None  # native layers store padding
 
     def begin(self) -> None:
         """Load the stored prefix of the prompt into the cache, and set `cache.cached_tokens`, its length per row."""

@@ -20,7 +20,7 @@ from ..cache.key_biases import needs_small_biases
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
-from ..cache.own_layers import RECURRENT, STORES_NOTHING, own_layers, tensors_of
+from ..cache.native_layers import RECURRENT, STORES_NOTHING, native_layers, tensors_of
 from ..calibration.calibrators import calibrator_for
 from ..calibration_files.weight_sums import attention_modules
 from ..formats.records import size
@@ -147,7 +147,7 @@ class PresetMemory(CacheMemory):
         layer = self.layers[index]
         if not isinstance(layer, LowBitLayer):
             heads, *widths = self._widths(index)
-            layer = own_layers(self.shape.config, tokens)[index]
+            layer = native_layers(self.shape.config, tokens)[index]
             layer.lazy_initialization(*(_meta(rows, heads, 1, width, dtype=self.shape.dtype) for width in widths))
             return sum(tensor.nbytes for tensor in tensors_of(layer))
         heads, *widths = self._widths(index)

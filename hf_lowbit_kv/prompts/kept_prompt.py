@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,25 +11,32 @@ import torch
 from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, whole_pages
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.model_positions import Values, joined_positions
-from ..cache.own_layer_contents import OwnContents, contents_of
+from ..cache.native_layer_contents import NativeContents, contents_of
 from ..storage.layer_spec import LayerSpec
+from ..storage.page_pool import Block, KeptPages
 from ..storage.paged_store import read_pages
-from ..storage.shared_pages import Holding
 from ..storage.stored_tokens import Pair, StoredTokens, take_tokens
 
 
 class Segment:
-    """Consecutive pages of a row, of every packed layer: by layer, uint8 `[n, H, page_bytes]`. Never written."""
+    """Consecutive pages of a row, of every packed layer: by layer, uint8 `[n, H, page_bytes]`. Never written.
 
-    def __init__(self, pages: dict[int, torch.Tensor]):
+    Args:
+        paging: of each layer.
+    """
+
+    def __init__(self, pages: dict[int, torch.Tensor], paging: Mapping[int, Hashable]):
+        self._paging = paging
+        self._set(pages)
+
+    def _set(self, pages: dict[int, torch.Tensor]) -> None:
         self.pages = pages
-        self._hold_pages()
-
-    def _hold_pages(self) -> None:
         # this comes before any cache uses them, so that no cache takes one of the pages as free
-        self._holding = Holding()
-        for block in self.pages.values():
-            self._holding.use(block)
+        self._counts = {self._paging[index]: KeptPages(len(block)) for index, block in pages.items()}
+
+    def block_of(self, index: int) -> Block:
+        """The counts of a layer's pages."""
+        return self._counts[self._paging[index]].block
 
     @property
     def count(self) -> int:
@@ -42,8 +49,7 @@ class Segment:
 
     def trim(self, count: int) -> None:
         """Keep the first `count` pages."""
-        self.pages = {index: block[:count].clone() for index, block in self.pages.items()}
-        self._hold_pages()
+        self._set({index: block[:count].clone() for index, block in self.pages.items()})
 
 
 @dataclass
@@ -64,15 +70,15 @@ class KeptPrompt:
 
     Attributes:
         seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
-        segments: pages in order; for each segment, how many of its pages belong to this text. own_layers: contents of
-            transformers' own layers, one row.
+        segments: pages in order; for each segment, how many of its pages belong to this text. native_layers: their
+            contents, one row.
     """
 
     seed: str
     ids: torch.Tensor
     segments: list[tuple[Segment, int]]
     layers: dict[int, LayerOfPrompt]
-    own_layers: dict[int, OwnContents]
+    native_layers: dict[int, NativeContents]
     header: dict[str, Any]
     """what a file of it says of model and cache"""
     positions: Values | None = None
@@ -82,7 +88,7 @@ class KeptPrompt:
     def window_bytes(self) -> int:
         pairs = [pair for layer in self.layers.values() for pair in (layer.sink, layer.tail)]
         tensors = [x for pair in pairs for x in pair] + [
-            x for contents in self.own_layers.values() for x in contents.tensors().values()
+            x for contents in self.native_layers.values() for x in contents.tensors().values()
         ]
         return sum(x.nbytes for x in tensors)
 
@@ -97,8 +103,8 @@ class KeptPrompt:
 
 
 def usable(prompt: KeptPrompt, match: int) -> int:
-    """How many tokens of a match can be restored from pages only. 0 if transformers' own layers need the exact end."""
-    if prompt.own_layers:
+    """How many tokens of a match can be restored from pages only. 0 if native layers need the exact end."""
+    if prompt.native_layers:
         return 0
     return whole_pages(((layer.spec, layer.paged) for layer in prompt.layers.values()), match)
 
@@ -144,12 +150,12 @@ def take_prompt(
     """Copy the contents of a cache's row, except for pages that are in `shared` already."""
     first = sum(count for _, count in shared)
     layers, pages = dict[int, LayerOfPrompt](), dict[int, torch.Tensor]()
-    own_layers = dict[int, OwnContents]()
+    native_layers = dict[int, NativeContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
             contents = contents_of(layer)
             tokens = contents.tokens
-            own_layers[index] = OwnContents(
+            native_layers[index] = NativeContents(
                 contents.seen,
                 None if tokens is None else (tokens[0][row : row + 1].clone(), tokens[1][row : row + 1].clone()),
                 {name: x[row : row + 1].clone() for name, x in contents.states.items()},
@@ -161,24 +167,27 @@ def take_prompt(
         pages[index] = taken.blocks[0]
         sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
         layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
-    segment = Segment(pages)
+    segment = Segment(pages, {index: layer.spec.paging for index, layer in layers.items()})
     segments = list(shared)
     if segment.count or not segments:  # an empty one has the shapes of pages, for a file
         segments.append((segment, segment.count))
-    return KeptPrompt(seed, ids, segments, layers, own_layers, header, cache.positions.of_rows([row]))
+    return KeptPrompt(seed, ids, segments, layers, native_layers, header, cache.positions.of_rows([row]))
 
 
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> CacheContents:
     """The contents for a cache with these rows: the first `tokens` tokens of each, see `StoredTokens.first`; `None`: all."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
-    own_layers = {index: _joined([prompt.own_layers[index] for prompt in prompts]) for index in prompts[0].own_layers}
-    return CacheContents(layers, own_layers, None, joined_positions([prompt.positions for prompt in prompts]))
+    native_layers = {
+        index: _joined([prompt.native_layers[index] for prompt in prompts]) for index in prompts[0].native_layers
+    }
+    return CacheContents(layers, native_layers, None, joined_positions([prompt.positions for prompt in prompts]))
 
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
     parts = [prompt.layers[index] for prompt in prompts]
     spec, sizes = parts[0].spec, parts[0].sizes
     blocks: list[torch.Tensor] = []
+    counts: list[Block] = []
     first: dict[int, int] = {}
     rows = []
     for prompt, part in zip(prompts, parts, strict=True):
@@ -188,6 +197,7 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
             if id(block) not in first:
                 first[id(block)] = sum(map(len, blocks))
                 blocks.append(block)
+                counts.append(segment.block_of(index))
             used = min(pages, len(block), left)
             ids.append(torch.arange(used) + first[id(block)])
             left -= used
@@ -195,21 +205,20 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for row, ids_of_row in enumerate(rows):
         table[row, : len(ids_of_row)] = ids_of_row
-    stored = StoredTokens(
-        blocks, table, [part.paged for part in parts], [part.sink for part in parts], [part.tail for part in parts]
-    )
+    windows = [part.sink for part in parts], [part.tail for part in parts]
+    stored = StoredTokens(blocks, table, [part.paged for part in parts], *windows, counts)
     if tokens is not None:
         stored = stored.first(tokens, spec)
     in_tail = min(tail[0].shape[1] for tail in stored.tails)
     return LayerContents(spec, stored, *sizes, max(stored.lengths), min(in_tail, spec.residual), "packed", [])
 
 
-def _joined(rows: Sequence[OwnContents]) -> OwnContents:
+def _joined(rows: Sequence[NativeContents]) -> NativeContents:
     def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
     pairs = [row.tokens for row in rows if row.tokens is not None]
     tokens = (joined([pair[0] for pair in pairs]), joined([pair[1] for pair in pairs])) if pairs else None
-    return OwnContents(
+    return NativeContents(
         rows[0].seen, tokens, {name: joined([row.states[name] for row in rows]) for name in rows[0].states}
     )

@@ -164,7 +164,7 @@ class PrefixStore:
         with self._lock:
             match = self.find(cache, rows)
             if match.contents is not None:
-                cache_contents.put(cache, match.contents, cache.model.get("looked up"), shared=True)
+                cache_contents.put(cache, match.contents, cache.model.get("looked up"))
                 if cache.read_lengths is not None:
                     cache.read_lengths.restored(max(map(len, rows)))
             return match._replace(contents=None)
@@ -191,7 +191,7 @@ class PrefixStore:
             matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
             exact = len(ends) == 1 and min(matches) == max(ends)
             inside = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
-            whole = exact or (inside and not any(prompt.own_layers for prompt in prompts))
+            whole = exact or (inside and not any(prompt.native_layers for prompt in prompts))
             tokens = min(matches if whole else map(usable, prompts, matches))
             if tokens <= known:
                 return self._missed(common, known)
@@ -234,13 +234,13 @@ class PrefixStore:
         most, paged = 0, list[int]()
         for prompt in [x for x in self._prompts if x.seed == key.digest]:
             match = prompt.matches(ids)
-            if match == len(ids) and (match == len(prompt.ids) or not prompt.own_layers):
+            if match == len(ids) and (match == len(prompt.ids) or not prompt.native_layers):
                 self._touch(prompt)
                 return  # it is stored already, or part of a stored text
             paged = paged or [int(x.store.state.paged[row, 0]) for x in cache.packed_layers if x.store is not None]
             if (pages := pages_in_common(prompt, match, paged)) > most:
                 most, alike = pages, prompt
-            if match == len(prompt.ids) and not prompt.own_layers:
+            if match == len(prompt.ids) and not prompt.native_layers:
                 self._prompts.remove(prompt)  # the new text continues it
                 continued.append(prompt)
         shared = [] if alike is None else _first_pages(alike.segments, equal_pages(alike, cache, row, most))
@@ -316,7 +316,7 @@ class PrefixStore:
 
 def _gain(prompt: KeptPrompt, match: int) -> int:
     """Number of tokens that need not be read."""
-    if match == len(prompt.ids) or (not prompt.own_layers and match > prompt.paged_end):
+    if match == len(prompt.ids) or (not prompt.native_layers and match > prompt.paged_end):
         return match
     return usable(prompt, match)
 

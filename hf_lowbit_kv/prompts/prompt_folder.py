@@ -166,8 +166,8 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
         pages[index] = block if in_order else read_pages([block], ids.to(block.device))
         sizes = layer.heads, layer.widths, layer.dtype
         layers[index] = LayerOfPrompt(layer.spec, sizes, tokens.paged[0], tokens.sinks[0], tokens.tails[0])
-    segment = Segment(pages)
+    segment = Segment(pages, {index: layer.spec.paging for index, layer in layers.items()})
     header, ids = saved_cache.header_in(description, tensors), torch.tensor(more["ids"])
     return KeptPrompt(
-        more["seed"], ids, [(segment, segment.count)], layers, contents.own_layers, header, contents.positions
+        more["seed"], ids, [(segment, segment.count)], layers, contents.native_layers, header, contents.positions
     )

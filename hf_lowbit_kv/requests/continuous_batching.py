@@ -30,8 +30,7 @@ from ..generation.enable import Enabled
 from ..generation.kept_caches import kept_caches
 from ..presets import get_preset
 from .memory_budget import USABLE
-from .new_pool import new_pool
-from .pool_steps import PoolSteps
+from .pool_steps import PoolSteps, new_pool
 from .row_pool import Row
 from .sampling import on_device
 from .shared_prefixes import SharedPrefixes
@@ -61,7 +60,7 @@ class PackedCache(PagedAttentionCache):
         self._limits: dict[str, int] = {}
         # attributes that other classes of transformers read
         self.config, self.device, self.dtype = steps.model.config, steps.device, steps.model.dtype
-        self.max_batch_tokens, self.num_blocks = batch_tokens, next(iter(steps.pool.ledgers.values())).count
+        self.max_batch_tokens, self.num_blocks = batch_tokens, next(iter(steps.pool.page_pools.values())).count
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
         self.cache_allocators, self.layer_to_allocator = {}, {}
         self.pool: Any = _NoSectors()

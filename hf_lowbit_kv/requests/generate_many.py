@@ -20,8 +20,8 @@ from ..presets import PresetName
 from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts, PromptStore
 from .memory_budget import memory_in_bytes
-from .new_pool import new_pool
 from .pool_models import empty_caches, longest_row
+from .pool_steps import new_pool
 from .request import Request, RequestReader
 from .result import Interrupted, Result, described
 from .scheduler import Scheduler

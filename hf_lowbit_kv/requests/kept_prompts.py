@@ -9,7 +9,6 @@ import torch
 from ..cache import cache_contents
 from ..cache.cache_contents import CacheContents
 from ..cache.low_bit_cache import LowBitCache
-from ..storage.shared_pages import Holding
 from .pool_steps import PoolSteps
 from .request import Request
 from .row_pool import Prefix, Row
@@ -60,9 +59,9 @@ class KeptPrompts:
         Raises:
             ValueError: the request's cache cannot go on with this prompt.
         """
-        holding, contents = Holding(), None
+        contents = None
         if request.cache is not None:
-            contents = self._of_cache(request, known, holding)
+            contents = self._of_cache(request, known)
         elif self._store is not None:
             ids, known = torch.tensor(request.prompt_ids), known + self._slack if known else 0
             contents = self._store.find(self._steps.template, [ids], self._key_now(), known).contents
@@ -70,7 +69,7 @@ class KeptPrompts:
             return None
         return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)])
 
-    def _of_cache(self, request: Request, known: int, holding: Holding) -> CacheContents | None:
+    def _of_cache(self, request: Request, known: int) -> CacheContents | None:
         cache, ids, wrong = request.cache, torch.tensor(request.prompt_ids), "past_key_values cannot go on"
         assert cache is not None
         cache.check_model(self._steps.model)
@@ -78,12 +77,7 @@ class KeptPrompts:
             raise ValueError(f"{wrong}: it stores other formats, another window or calibration than this pool")
         if cache.read_lengths is not None and not cache.read_lengths.suits(cache, len(ids)):
             raise ValueError(f"{wrong}: its rotary embeddings are those of a text of another length")
-        contents = cache_contents.take(cache, holding)
-        layouts = {
-            (layer.tokens.table.numpy().tobytes(), *map(len, layer.tokens.blocks)) for layer in contents.layers.values()
-        }
-        if len(layouts) > 1:  # layers have other pages in other places
-            contents = cache_contents.take(cache)
+        contents = cache_contents.take(cache, shared=True)
         layers = contents.layers
         stored = next((layer.tokens.lengths for layer in layers.values()), [])
         if contents.text is None or stored != [contents.text.shape[1]]:

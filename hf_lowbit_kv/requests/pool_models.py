@@ -10,7 +10,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
-from ..cache.own_layers import STORES_NOTHING
+from ..cache.native_layers import STORES_NOTHING
 from ..cache.served_models import longest_text
 from ..presets import DEFAULT_PRESET
 

@@ -16,38 +16,21 @@ from ..cache.low_bit_layer import LowBitLayer
 from ..cache.overrun import OverrunWatch
 from ..cache.pass_guard import PassGuard
 from ..cache.token_counts import Length
-from ..storage.paged_store import PagedStore
+from ..storage.paged_store import LayerStore
 from ..storage.step import Chunk
 from .row_pool import RowPool
-
-
-class RowLength(Length):
-    """The count of rows in a pool. Their addresses are fixed, so steps can be recorded; the count is kept only in
-    Python."""
-
-    fixed = True
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-
-    def __copy__(self) -> RowLength:
-        """A copy has its own count."""
-        new = RowLength(self.capacity or 0)
-        new.__dict__.update(self.__dict__)
-        return new
 
 
 class PooledLayer(LowBitLayer):
     """A layer whose rows belong to a pool.
 
     Args:
-        like: the layer of a cache that has read tokens. store: the store of the rows.
+        like: the layer of a cache that has read tokens. store: a `LayerStore` of the rows.
     """
 
-    def __init__(self, like: LowBitLayer, store: PagedStore, capacity: int):
+    def __init__(self, like: LowBitLayer, store: Any, capacity: int):
         vars(self).update(vars(like))
-        self.store, self.batch_size, self.length = store, store.batch_size, RowLength(capacity)
+        self.store, self.batch_size, self.length = store, store.batch_size, Length(capacity)
         self._forget()
         self.first_packed = False  # the pool knows which texts its rows hold
         self.expected: list[int] = []
@@ -85,7 +68,7 @@ class PooledCache(LowBitCache):
         vars(self).update(vars(template))
         self._pool, self._rows = pool, rows
         stores = [
-            PagedStore.of(layer.spec, state.rows(slice(0, rows)), pool.max_length)
+            LayerStore(state.rows(slice(0, rows)), layer.spec)
             for layer, state in zip(template.packed_layers, pool.memory.states, strict=True)
         ]
         self.layers: Any = [

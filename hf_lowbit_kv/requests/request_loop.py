@@ -21,8 +21,8 @@ from ..cache.implementation import selected
 from ..cache.served_models import unwrap_generating
 from ..generation.kept_caches import kept_caches
 from .kept_prompts import KeptPrompts, PromptStore
-from .new_pool import new_pool
 from .pool_models import empty_caches
+from .pool_steps import new_pool
 from .request import Request, RequestReader
 from .result import Result, described
 from .scheduler import Scheduler
@@ -164,7 +164,7 @@ class RequestLoop:
         """The next request. The scheduler asks for it whenever a row is free, and waits here while there is nothing
         else to do."""
         while True:
-            if not self._submitted and not self._scheduler.sequences and self._cancelled.empty():
+            if not self._submitted and not self._scheduler.running and self._cancelled.empty():
                 self._news.wait(0.02)
             self._news.clear()
             if self._submitted:

@@ -7,25 +7,23 @@ A row states the largest number of tokens that it may ever hold, and enters only
 no row is ever preempted. It gets each page when the page is due. Until then pages may keep prefixes that were read
 before.
 
-A page has a number. Numbers below the pool's size name its own pages. Blocks of kept texts get higher numbers while a
-row or a prefix holds one of their pages: rows read them in place, and they are never written to.
+A page has a number (`PagePool`). Numbers below the pool's size name its own pages. Blocks of kept texts get higher numbers
+while a row or a prefix has one of their pages: rows read them in place, and they are never written to.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-import numpy as np
 import torch
 
 from ..cache.cache_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.shared_pages import mask_of
+from ..storage.page_pool import Block, PagePool
 from ..storage.stored_tokens import in_layout_of
-from .page_ledger import PageLedger
 from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
 
 
@@ -48,8 +46,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens with which a row may begin: full pages, the sink before them, and perhaps a window. A kept prefix holds its
-    pages."""
+    """Tokens with which a row may begin: full pages, the sink before them, and perhaps a window. It has no reference to the
+    pages, so it must be used at once."""
 
     length: int
     """tokens: the sink's, the pages' and the window's"""
@@ -62,11 +60,6 @@ class Prefix:
     """by paging, tokens in pages; empty: all but the sink's"""
     opened: dict[Hashable, list[torch.Tensor]] = field(default_factory=dict)
     """by paging, the page after these if it is not full, see `SlotMemory.write_page`"""
-
-
-def pages_needed(layers: Iterable[StoredLayer], tokens: int) -> dict[Hashable, int]:
-    """For each paging, the number of pages of a row of `tokens` tokens."""
-    return {layer.paging: layer.spec.pages_for(tokens) for layer in layers}
 
 
 class RowPool:
@@ -88,7 +81,7 @@ class RowPool:
             for paging, spec in self._specs.items()
         }
         self.memory = SlotMemory(self.layers, slots, pages, entries)
-        self.ledgers = {paging: PageLedger(count) for paging, count in pages.items()}
+        self.page_pools = {paging: PagePool(count) for paging, count in pages.items()}
         self.rows: list[Row] = []
         self._due: dict[Hashable, list[tuple[int, int, int]]] = {paging: [] for paging in self._specs}
 
@@ -103,7 +96,7 @@ class RowPool:
         most = 0
         for paging, spec in self._specs.items():
             unshared = max(spec.pages_for(limit) - max(shared - spec.sink, 0) // spec.page_size, 0)
-            most = max(most, rows * unshared + self._promised(paging) - self.ledgers[paging].free)
+            most = max(most, rows * unshared + self._promised(paging) - self.page_pools[paging].free)
         return most
 
     def shared_by(self, prefix: Prefix | None) -> int:
@@ -127,13 +120,13 @@ class RowPool:
     def could_ever_fit(self, limit: int) -> bool:
         """Whether a row of up to `limit` tokens fits into the empty pool."""
         return limit <= self.max_length and all(
-            spec.pages_for(limit) <= self.ledgers[paging].count for paging, spec in self._specs.items()
+            spec.pages_for(limit) <= self.page_pools[paging].count for paging, spec in self._specs.items()
         )
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row that fits into the empty pool."""
-        rooms = [spec.room(self.ledgers[paging].count) for paging, spec in self._specs.items()]
+        rooms = [spec.room(self.page_pools[paging].count) for paging, spec in self._specs.items()]
         return min(self.max_length, *rooms)
 
     @property
@@ -188,7 +181,8 @@ class RowPool:
         assert row.length == 0
         self._share(row, prefix.pages)
         for paging, contents in prefix.opened.items():
-            self.memory.write_page(paging, self._own_page(row, paging), contents)
+            (page,) = self._own_pages(row, paging, 1)
+            self.memory.write_page(paging, page, contents)
         row.paged = dict(prefix.paged) or {
             paging: max(prefix.length - spec.sink, 0) for paging, spec in self._specs.items()
         }
@@ -202,23 +196,25 @@ class RowPool:
         if row.length + tokens <= row.room:
             return
         for paging, spec in self._specs.items():
-            while len(row.pages[paging]) < spec.pages_for(row.length + tokens):
-                self._own_page(row, paging)
+            self._own_pages(row, paging, spec.pages_for(row.length + tokens) - len(row.pages[paging]))
         row.room = min(spec.room(len(row.pages[paging])) for paging, spec in self._specs.items())
 
-    def _own_page(self, row: Row, paging: Hashable) -> int:
-        """Take a free page for the end of the row."""
-        page = self.ledgers[paging].take()
-        self._due[paging].append((row.slot, len(row.pages[paging]), page))
-        row.pages[paging].append(page)
-        return page
+    def _own_pages(self, row: Row, paging: Hashable, count: int) -> list[int]:
+        """Take free pages for the end of the row."""
+        pages = self.page_pools[paging].take(count) if count > 0 else []
+        self._append(row, paging, pages)
+        return pages
+
+    def _append(self, row: Row, paging: Hashable, pages: list[int]) -> None:
+        first = len(row.pages[paging])
+        self._due[paging] += [(row.slot, entry, page) for entry, page in enumerate(pages, first)]
+        row.pages[paging] += pages
 
     def flush(self) -> None:
         """Write all new pages into the tables, in one go. Needed before a step or a chunk runs."""
         for paging, entries in self._due.items():
             if entries:
-                place = self.ledgers[paging].place
-                self.memory.write_table(paging, [(slot, entry, place(page)) for slot, entry, page in entries])
+                self.memory.write_table(paging, entries)
                 entries.clear()
 
     def fork(self, row: Row, limit: int) -> Row:
@@ -238,16 +234,15 @@ class RowPool:
             full = self.full_tokens(row, paging) // spec.page_size
             self._share(new, {paging: row.pages[paging][:full]})
             if full < spec.pages_for(row.length):  # an open page
-                self.memory.copy_page(paging, row.pages[paging][full], self._own_page(new, paging))
+                (page,) = self._own_pages(new, paging, 1)
+                self.memory.copy_page(paging, row.pages[paging][full], page)
         self.memory.copy_window(row.slot, new.slot)
         return new
 
     def _share(self, row: Row, pages: dict[Hashable, list[int]]) -> None:
         for paging, ids in pages.items():
-            for page in ids:
-                self.ledgers[paging].hold(page)
-                self._due[paging].append((row.slot, len(row.pages[paging]), page))
-                row.pages[paging].append(page)
+            self.page_pools[paging].acquire(ids)
+            self._append(row, paging, ids)
 
     def full_tokens(self, row: Row, paging: Hashable) -> int:
         """Tokens of a row that are in full pages."""
@@ -265,7 +260,7 @@ class RowPool:
         self.memory.empty(last.slot)
         if last is not row:
             last.slot = row.slot
-        self._drop(row.pages)
+        self.release(row.pages)
         row.slot, row.pages = -1, {}
         return None if last is row else last
 
@@ -281,18 +276,6 @@ class RowPool:
         most = (tokens - 1 - spec.residual - spec.sink) // spec.page_size
         return [spec.sink + count * spec.page_size for count in range(1, most + 1)]
 
-    def prefix(self, row: Row, length: int, sinks: list[tuple[torch.Tensor, torch.Tensor]] | None = None) -> Prefix:
-        """The first `length` tokens of a row, one of `prefix_lengths`. Holds their pages until `drop`.
-
-        Args:
-            sinks: copies of the row's sink, if there are some already.
-        """
-        ((paging, spec),) = self._specs.items()
-        pages = row.pages[paging][: (length - spec.sink) // spec.page_size]
-        for page in pages:
-            self.ledgers[paging].hold(page)
-        return Prefix(length, {paging: pages}, self.memory.sinks(row.slot) if sinks is None else sinks)
-
     def full_lengths(self, tokens: int) -> list[int]:
         """Lengths at which full pages end, for a row of `tokens` tokens. Empty as for `prefix_lengths`."""
         if len(self._specs) > 1:
@@ -301,15 +284,11 @@ class RowPool:
         count = spec.paged_after(tokens - spec.sink) // spec.page_size
         return [spec.sink + page * spec.page_size for page in range(1, count + 1)]
 
-    def hold_page(self, row: Row, place: int, length: int) -> Prefix:
-        """Hold one full page of a row until `drop`; length: tokens of the row up to its end."""
-        ((paging, pages),) = row.pages.items()
-        self.ledgers[paging].hold(pages[place])
-        return Prefix(length, {paging: [pages[place]]}, [])
-
-    def drop(self, prefix: Prefix) -> int:
-        """Release a prefix. Returns how many pages that frees."""
-        return self._drop(prefix.pages)
+    def release(self, pages: dict[Hashable, list[int]]) -> int:
+        """Remove a reference to each of these pages, by paging. Returns how many pages of the pool that frees."""
+        freed = sum(self.page_pools[paging].release(numbers) for paging, numbers in pages.items())
+        self.detach()
+        return freed
 
     # ---- kept texts -----------------------------------------------------------------------------------------------
 
@@ -334,10 +313,7 @@ class RowPool:
                 for page in tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].tolist()
             ]
             paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
-            first = {
-                block: self._attach(indices, parts, block, [place for where, place in places[:full] if where == block])
-                for block in dict(places[:full])
-            }
+            first = {block: self._attach(indices, parts, block) for block in dict(places[:full])}
             pages[paging] = [first[block] + place for block, place in places[:full]]
             for block, place in places[full:]:
                 opened[paging] = [self._in_layout(i, parts[i], block, slice(place, place + 1))[0] for i in indices]
@@ -353,50 +329,40 @@ class RowPool:
         layer, tokens = self.layers[index], part.tokens._replace(blocks=[part.tokens.blocks[block][pages]])
         return in_layout_of(tokens, part.spec, layer.spec, part.widths, part.dtype).blocks[0]
 
-    def _attach(self, indices: list[int], parts: Sequence[LayerContents], block: int, used: list[int]) -> int:
-        """Let rows read the pages `used` of a block. Returns the number of the block's first page."""
-        kept, paging = [parts[i].tokens.blocks[block] for i in indices], self.layers[indices[0]].paging
-        ledger = self.ledgers[paging]
-        if (attached := ledger.attached(kept[0])) is None:
-            alike = all(parts[i].spec == self.layers[i].spec for i in indices)
-            blocks = kept if alike else [self._in_layout(i, parts[i], block) for i in indices]
-            self.memory.attach(paging, blocks)
-            attached = ledger.attach(kept[0], blocks)
-        held = np.zeros(len(kept[0]), dtype=bool)
-        held[used] = True
-        mask = mask_of(held)
-        for each in kept:
-            attached.holding.use(each, mask)
-        return attached.first
+    def _attach(self, indices: list[int], parts: Sequence[LayerContents], number: int) -> int:
+        """Let rows read a block. Returns the number of its first page."""
+        paging, tokens = self.layers[indices[0]].paging, parts[indices[0]].tokens
+        block = Block(len(tokens.blocks[number])) if tokens.shared is None else tokens.shared[number]
+        pages = self.page_pools[paging]
+        if block in pages.blocks:
+            return pages.first(pages.blocks.index(block))
+        alike = all(parts[i].spec == self.layers[i].spec for i in indices)
+        memory = [parts[i].tokens.blocks[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
+        place = pages.attach(block)
+        self.memory.attach(paging, place, pages.first(place), memory)
+        return pages.first(place)
 
     def idle_bytes(self, more_than: float) -> int:
         """Bytes of the attached blocks that no row reads; 0 if all blocks together have no more bytes than that."""
-        if sum(block.nbytes for ledger in self.ledgers.values() for block in ledger.blocks) <= more_than:
+        sizes = {
+            paging: sum(self.layers[i].page_bytes for i in self.memory.layers_of(paging)) for paging in self._specs
+        }
+        attached = [(block, paging) for paging, pages in self.page_pools.items() for block in pages.attached]
+        if sum(len(block) * sizes[paging] for block, paging in attached) <= more_than:
             return 0
-        pages = ((self.ledgers[paging], page) for row in self.rows for paging, x in row.pages.items() for page in x)
-        read = {ledger.block_of(page) for ledger, page in pages}
-        return sum(x.nbytes for ledger in self.ledgers.values() for x in ledger.blocks if x not in read)
+        used = ((self.page_pools[paging], page) for row in self.rows for paging, x in row.pages.items() for page in x)
+        read = {pages.block_of(page) for pages, page in used}
+        return sum(len(block) * sizes[paging] for block, paging in attached if block not in read)
 
     def detach(self) -> None:
-        """Forget the blocks without a holder. Pages of later blocks have other numbers in tables then."""
-        for paging, ledger in self.ledgers.items():
-            unused = [block for block in ledger.blocks if not block.holders]
-            for block in unused:
-                self.memory.detach(paging, ledger.blocks.index(block))
-                ledger.detach(block)
-            for row in self.rows if unused else ():
-                moved = [(row.slot, entry, x) for entry, x in enumerate(row.pages[paging]) if x >= ledger.count]
-                self._due[paging] += moved
-
-    def _drop(self, pages: dict[Hashable, list[int]]) -> int:
-        """Release pages. Returns how many pages of the pool that frees."""
-        freed = sum(self.ledgers[paging].drop(page) for paging, numbers in pages.items() for page in numbers)
-        self.detach()
-        return freed
+        """Forget the blocks to whose pages nothing here has a reference."""
+        for paging, pages in self.page_pools.items():
+            for place in pages.detach():
+                self.memory.detach(paging, place)
 
     def free(self) -> None:
         """Free all memory. The pool cannot be used afterwards."""
-        self.ledgers.clear()
+        self.page_pools.clear()
         self.memory.groups.clear()
         self.memory.states.clear()
         self.memory.tables.clear()

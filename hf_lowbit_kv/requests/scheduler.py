@@ -13,6 +13,7 @@ taken one step too many, and that step's token is dropped.
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import time
 from collections import deque
@@ -32,30 +33,46 @@ from .sampling import NO_PROBABILITIES, Drawn, Sampler, draw, on_device
 from .shared_prefixes import SharedPrefixes
 
 
+class State(enum.Enum):
+    """What happens to a sequence. It goes from top to bottom; the first sequence of a request skips `FORKING`."""
+
+    FORKING = "becomes a fork of another sequence of its request, when that one has read the prompt"
+    WAITING = "has no row yet"
+    READING = "its prompt is being read"
+    DECODING = "tokens are being written"
+    ENDED = "its result is complete"
+
+
 @dataclass(eq=False)
 class Sequence:
-    """One text that is being written."""
+    """One text that is to be written."""
 
     request: Request
     number: int
     """index among the request's sequences"""
-    row: Row
-    sampler: Sampler
-    criteria: list[Any]
-    """stopping criteria, without those that the scheduler checks itself"""
-    stop_strings: StopStringCriteria | None
+    seed: int
     result: Result
+    state: State
+    overtaken: int = 0
+    """later requests that got a row while this one waited"""
+    tried_at: int = -1
+    """`Scheduler._departures` when it did not fit"""
     text: torch.Tensor | None = None
     """int64 `[1, limit]` on the device, for processors that read it"""
     tokens_drawn: int = 0
     """number of tokens drawn; the last one may not have arrived on the CPU yet"""
     looked_at: int | None = 0
     """`Scheduler._news` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
-    decoding: bool = False
+    # `begin` sets these
+    row: Row = None  # type: ignore[assignment]
+    sampler: Sampler = None  # type: ignore[assignment]
+    criteria: list[Any] = field(default_factory=list)
+    """stopping criteria, without those that the scheduler checks itself"""
+    stop_strings: StopStringCriteria | None = None
 
     @property
-    def ended(self) -> bool:
-        return self.result.finish_reason is not None
+    def has_row(self) -> bool:
+        return self.state in (State.READING, State.DECODING)
 
     @property
     def ids(self) -> list[int]:
@@ -76,7 +93,7 @@ def _stopped(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
     strings, of as many tokens as those can have."""
     groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
     for sequence, token in zip(sequences, tokens, strict=True):
-        if sequence.stop_strings is not None and not sequence.ended and token >= 0:  # below 0: none was drawn
+        if sequence.stop_strings is not None and sequence.has_row and token >= 0:  # below 0: none was drawn
             groups.setdefault(sequence.stop_strings, []).append((sequence, token))
     stopped: set[Sequence] = set()
     for criterion, members in groups.items():
@@ -96,20 +113,6 @@ class _Pending:
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
     arrived: Any = None
-
-
-@dataclass
-class Waiting:
-    """A request that does not have rows for all of its sequences yet."""
-
-    request: Request
-    seed: int
-    numbers: list[int] = field(default_factory=list)
-    """indices of the sequences that have no row yet"""
-    overtaken: int = 0
-    """later requests that got a row before this one"""
-    tried_at: int = -1
-    """`Scheduler._departures` when it did not fit"""
 
 
 class Scheduler:
@@ -141,19 +144,33 @@ class Scheduler:
         self.chunk_size, self.prefixes, self.tokenizer = chunk_size, prefixes, tokenizer
         self.kept = kept or KeptPrompts(steps)
         self.look_ahead = look_ahead
-        self._heads: deque[Waiting] = deque()  # requests that do not fit yet, or whose sequences do not all fit
+        #: all that have not ended, in the order in which their requests came
+        self.sequences: list[Sequence] = []
         self._departures = 0  # sequences that have left the pool
         self._news = 0  # times that a row's text was kept
         self._oldest_first = False  # shorter prompts were read in the last round, and nothing of the oldest
         self._stepping: list[Sequence] = []  # those that the running step of the model is for
-        self.reading: deque[Sequence] = deque()
-        self.decoding: list[Sequence] = []
-        self._siblings: dict[Sequence, Waiting] = {}  # sequences to fork from one whose prompt is being read
         self._pending: deque[_Pending] = deque()
         self._late = steps.device.type == "cuda"
         # a criterion reads the whole vocabulary when it is made, so requests share it
         self._stop_strings = functools.lru_cache(8)(lambda texts: StopStringCriteria(tokenizer, list(texts)))
         self.finished: deque[Result] = deque()
+
+    def _in(self, *states: State) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.state in states]
+
+    @property
+    def reading(self) -> list[Sequence]:
+        return self._in(State.READING)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        return self._in(State.DECODING)
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that have a row."""
+        return self._in(State.READING, State.DECODING)
 
     def begin(self) -> None:
         """The model may have changed since the last round."""
@@ -169,10 +186,10 @@ class Scheduler:
         stepped = self._take_step()
         while len(self._pending) > (1 if stepped and self._late else 0):
             self._settle(self._pending.popleft())
-        idle = not (self.reading or self.decoding or self._pending)
-        if idle and not self._heads and self._source is not None and not self.finished:
+        idle = not (self.sequences or self._pending)
+        if idle and self._source is not None and not self.finished:
             time.sleep(0.001)  # the source had nothing at the moment
-        return not idle or bool(self._heads) or self._source is not None
+        return not idle or self._source is not None
 
     def fail(self, error: Exception) -> None:
         """`advance` raised this error: end the sequences of the step that failed. The others go on.
@@ -191,13 +208,8 @@ class Scheduler:
 
     def cancel(self, request: Request) -> bool:
         """End a request that has a row or waits for one. Returns whether there was one."""
-        for sequence in self.sequences:
-            if sequence.request is request:
-                self.end(sequence, "cancelled")
-        waiting = [each for each in self._heads if each.request is request]
-        for each in waiting:
-            self._heads.remove(each)
-            self.finished += self._cancelled(each)
+        for sequence in [each for each in self.sequences if each.request is request]:
+            self.end(sequence, "cancelled")
         return any(result.id == request.id for result in self.finished)
 
     def take_finished(self) -> list[Result]:
@@ -209,21 +221,20 @@ class Scheduler:
     # ---- admitting requests ---------------------------------------------------------------------------------------
 
     def _let_in(self) -> None:
-        blocked: list[Waiting] = []
-        while self.pool.free_slots and (waiting := self._next()) is not None:
-            if waiting.tried_at < self._departures and self._enter(waiting):
+        blocked: list[Sequence] = []
+        waiting = iter(self._in(State.WAITING))
+        while self.pool.free_slots and (sequence := next(waiting, None) or self._next()) is not None:
+            if sequence.tried_at < self._departures and self._enter(sequence):
                 for each in blocked:
                     each.overtaken += 1
                 continue
-            waiting.tried_at = self._departures  # it does not fit before another one leaves
-            blocked.append(waiting)
-            if len(blocked) == self.look_ahead or waiting.overtaken >= 2 * self.pool.slots:
+            sequence.tried_at = self._departures  # it does not fit before another one leaves
+            blocked.append(sequence)
+            if len(blocked) == self.look_ahead or sequence.overtaken >= 2 * self.pool.slots:
                 break
-        self._heads.extendleft(reversed(blocked))
 
-    def _next(self) -> Waiting | None:
-        if self._heads:
-            return self._heads.popleft()
+    def _next(self) -> Sequence | None:
+        """The first sequence of the source's next request."""
         while self._source is not None:
             try:
                 request = next(self._source)
@@ -241,7 +252,13 @@ class Scheduler:
                 seed = request.options.get("seed")
                 if seed is None:
                     seed = int(torch.randint(2**62, ())) if request.config.do_sample else 0
-                return Waiting(request, seed, list(range(request.sequences)))
+                new = [
+                    Sequence(request, number, seed, self._result(request, number), State.FORKING)
+                    for number in range(request.sequences)
+                ]
+                new[0].state = State.WAITING
+                self.sequences += new
+                return new[0]
         return None
 
     def _refuse(self, request: Request, number: int) -> None:
@@ -256,27 +273,20 @@ class Scheduler:
     def _result(self, request: Request, number: int) -> Result:
         return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
 
-    def _enter(self, waiting: Waiting) -> bool:
-        """Give a row to the first sequence that has none. Returns whether all sequences have one, or will get one by a
-        fork."""
-        request, row = waiting.request, None
+    def _enter(self, sequence: Sequence) -> bool:
+        """Give the sequence a row, or an error. Returns whether it waits no longer."""
+        request, row = sequence.request, None
         try:
             make_room = None if self.prefixes is None else self.prefixes.make_room
             if (row := self.pool.admit(request.limit, lambda: self._known(request), make_room)) is None:
                 return False
-            sequence = self._sequence(waiting, waiting.numbers.pop(0), row)
+            self._begin(sequence, row, State.READING)
             sequence.looked_at = self._news
         except Exception as error:  # of a processor that cannot be made, or of a cache that cannot go on
             if row is not None:
                 self.steps.leave(row)
-            for number in range(request.sequences):
-                result = self._result(request, number)
-                result.finish_reason, result.error = "error", described(error)
-                self.finished.append(result)
-            return True
-        self.reading.append(sequence)
-        if waiting.numbers:
-            self._siblings[sequence] = waiting
+            for each in [each for each in self.sequences if each.request is request and not each.has_row]:
+                self.end(each, "error", error)
         return True
 
     def _known(self, request: Request) -> Prefix | None:
@@ -284,23 +294,24 @@ class Scheduler:
         prefix = None if self.prefixes is None else self.prefixes.find(request.prompt_ids)
         return self.kept.find(request, 0 if prefix is None else prefix.length) or prefix
 
-    def _sequence(self, waiting: Waiting, number: int, row: Row) -> Sequence:
-        request, model = waiting.request, self.steps.model
-        sampler = Sampler.of(model, request, number, waiting.seed)
+    def _begin(self, sequence: Sequence, row: Row, state: State) -> None:
+        """The sequence has this row."""
+        request, model = sequence.request, self.steps.model
+        sequence.sampler = Sampler.of(model, request, sequence.number, sequence.seed)
         user_criteria = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
         config = copy.copy(request.config)
         config.stop_strings, stops = None, config.stop_strings
         criteria = model._get_stopping_criteria(config, user_criteria)
         checked_here = MaxLengthCriteria, EosTokenCriteria
-        unchecked = [each for each in criteria if each in user_criteria or not isinstance(each, checked_here)]
-        strings = None if stops is None else self._stop_strings((stops,) if isinstance(stops, str) else tuple(stops))
-        sequence = Sequence(request, number, row, sampler, unchecked, strings, self._result(request, number))
-        if sampler.reads_tokens:
+        sequence.criteria = [each for each in criteria if each in user_criteria or not isinstance(each, checked_here)]
+        if stops is not None:
+            sequence.stop_strings = self._stop_strings((stops,) if isinstance(stops, str) else tuple(stops))
+        if sequence.sampler.reads_tokens:
             ids = request.prompt_ids + [0] * request.new_tokens
             sequence.text = on_device([ids], self.steps.device)
         if (streamer := request.options.get("streamer")) is not None:
             streamer.put(torch.tensor([request.prompt_ids]))
-        return sequence
+        sequence.row, sequence.state = row, state
 
     # ---- reading prompts ------------------------------------------------------------------------------------------
 
@@ -315,9 +326,9 @@ class Scheduler:
         """Read prompts, at most as many tokens as a chunk has: those that fit into the rest of the chunk first, then the
         oldest one. After a round without the oldest one, it comes first."""
         left, oldest_was_read, overtaken = self.chunk_size, False, False
-        while self.reading and (left > 0 or left == self.chunk_size):
-            oldest = self.reading[0]
-            short = (each for each in self.reading if len(each.request.prompt_ids) - each.row.length <= left)
+        while (reading := self.reading) and (left > 0 or left == self.chunk_size):
+            oldest = reading[0]
+            short = (each for each in reading if len(each.request.prompt_ids) - each.row.length <= left)
             sequence = oldest if self._oldest_first else next(short, oldest)
             self._oldest_first = False
             self._look_for_prefix(sequence)
@@ -349,22 +360,22 @@ class Scheduler:
 
     def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
         """The prompt is read: fork the request's other sequences, and draw the first token of each."""
-        self.reading.remove(first)
-        first.decoding = True
-        self.decoding.append(first)
+        first.state = State.DECODING
         self.kept.add(first.row, first.request.prompt_ids)
         self._keep(first.row, first.request.prompt_ids)
         sequences = [first]
-        if (waiting := self._siblings.pop(first, None)) is not None:
-            while waiting.numbers and self._can_fork(first):
-                row = self.pool.fork(first.row, first.request.limit)
-                sequences.append(self._sequence(waiting, waiting.numbers.pop(0), row))
-                sequences[-1].result.cached_tokens = first.result.cached_tokens
-                sequences[-1].decoding = True
-                self.decoding.append(sequences[-1])
-            if waiting.numbers:  # these read the prompt again when there is room
-                self._heads.appendleft(waiting)
+        for each in self._siblings(first):
+            if not self._can_fork(first):
+                each.state = State.WAITING  # it reads the prompt again when there is room
+                break
+            self._begin(each, self.pool.fork(first.row, first.request.limit), State.DECODING)
+            each.result.cached_tokens = first.result.cached_tokens
+            sequences.append(each)
         self._draw(sequences, logits.expand(len(sequences), -1))
+
+    def _siblings(self, first: Sequence) -> list[Sequence]:
+        """Sequences that are to become forks of this one."""
+        return [each for each in self._in(State.FORKING) if each.request is first.request]
 
     def _keep(self, row: Row, ids: list[int]) -> None:
         """Let later rows begin with the full pages of this one."""
@@ -440,7 +451,7 @@ class Scheduler:
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
         stopped = _stopped(pending.sequences, tokens)
         for place, sequence in enumerate(pending.sequences):
-            if sequence.ended:
+            if not sequence.has_row:
                 continue
             if (error := pending.sampled.errors.get(place)) is not None:
                 self.end(sequence, "error", error)
@@ -491,63 +502,48 @@ class Scheduler:
         Args:
             keep: whether its full pages may be kept as a prefix.
         """
-        if sequence.ended:
+        if sequence.state is State.ENDED:
             return
-        result, streamer = sequence.result, sequence.request.options.get("streamer")
-        if streamer is not None:
+        had_row, decoding = sequence.has_row, sequence.state is State.DECODING
+        streamer = sequence.request.options.get("streamer")
+        if streamer is not None and had_row:
             try:
                 streamer.end()
             except Exception as problem:
                 reason, error = "error", error or problem
-        self._complete(result, reason, error)
-        if sequence.decoding:
-            self.decoding.remove(sequence)
-        else:
-            self.reading.remove(sequence)
-        if (waiting := self._siblings.pop(sequence, None)) is not None:
-            self._heads.appendleft(waiting)
-        if keep:
-            self._keep(sequence.row, sequence.ids if sequence.decoding else sequence.request.prompt_ids)
-        self.steps.leave(sequence.row)
-        self._departures += 1
-        self.finished.append(result)
+        self._complete(sequence, reason, error)
+        self.sequences.remove(sequence)
+        sequence.state = State.ENDED
+        if not decoding:  # another one reads the prompt
+            for each in self._siblings(sequence)[:1]:
+                each.state = State.WAITING
+        if had_row:
+            if keep:
+                self._keep(sequence.row, sequence.ids if decoding else sequence.request.prompt_ids)
+            self.steps.leave(sequence.row)
+            self._departures += 1
+        self.finished.append(sequence.result)
 
-    def _complete(self, result: Result, reason: FinishReason, error: BaseException | None = None) -> None:
+    def _complete(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+        result = sequence.result
         result.finish_reason = reason
         result.error = None if error is None else described(error)
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and sequence.has_row:
             try:
                 result.text = self.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
             except Exception as problem:
                 result.finish_reason, result.error = "error", described(error or problem)
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequences that have a row."""
-        return [*self.decoding, *self.reading]
-
     def abandon(self) -> list[Result]:
         """Cancel everything that has not ended, and return the results. Afterwards nothing runs on the device."""
-        results = []
         for sequence in self.sequences:
-            self._complete(sequence.result, "cancelled")
-            results.append(sequence.result)
-            if (siblings := self._siblings.pop(sequence, None)) is not None:
-                results += self._cancelled(siblings)
-        for waiting in self._heads:
-            results += self._cancelled(waiting)
-        return results
+            self._complete(sequence, "cancelled")
+        return [sequence.result for sequence in self.sequences]
 
     def rest(self) -> list[Request | Result | None]:
         """All remaining requests of the source."""
         rest, self._source = list(self._source or ()), None
         return rest
-
-    def _cancelled(self, waiting: Waiting) -> list[Result]:
-        results = [self._result(waiting.request, number) for number in waiting.numbers]
-        for result in results:
-            result.finish_reason = "cancelled"
-        return results
 
     def free(self) -> None:
         """Free the memory of the pool. The object cannot be used afterwards."""

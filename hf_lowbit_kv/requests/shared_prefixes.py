@@ -11,15 +11,14 @@ import hashlib
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .row_pool import Prefix, Row, RowPool
 
 
 class _Page(NamedTuple):
-    part: Prefix
-    """holds only this page; its length is that of the prefix that ends here"""
+    number: int
     root: bytes
     """key of the first page of its text"""
 
@@ -56,10 +55,8 @@ class SharedPrefixes:
         if not keys:
             return None
         self._use(keys)
-        pages: dict[Hashable, list[int]] = {}
-        for key in keys:
-            for paging, ids_of_pages in self._pages[key].part.pages.items():
-                pages.setdefault(paging, []).extend(ids_of_pages)
+        ((paging, _),) = self._pool.page_pools.items()
+        pages = {paging: [self._pages[key].number for key in keys]}
         return Prefix(lengths[len(keys) - 1], pages, self._roots[keys[0]])
 
     def keep(self, row: Row, ids: Sequence[int], limit: float = math.inf) -> None:
@@ -71,12 +68,14 @@ class SharedPrefixes:
         tokens = min(row.length, len(ids))
         lengths = self._pool.full_lengths(tokens)
         keys = list(self._keys(ids, lengths))
-        for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+        for place, key in enumerate(keys):
             if key in self._pages:
                 continue
             if place == 0:
                 self._roots[key] = self._pool.memory.sinks(row.slot)
-            self._pages[key] = _Page(self._pool.hold_page(row, place, length), keys[0])
+            ((paging, numbers),) = row.pages.items()
+            self._pool.page_pools[paging].acquire(numbers[place : place + 1])
+            self._pages[key] = _Page(numbers[place], keys[0])
         self._use(keys)
         while len(self._roots) > self._most_sinks or (self._pages and self._pool.idle_bytes(limit) > limit):
             self._drop_oldest()
@@ -100,11 +99,12 @@ class SharedPrefixes:
         key, page = self._pages.popitem(last=False)
         if key == page.root:
             del self._roots[key]
-        return self._pool.drop(page.part)
+        ((paging, _),) = self._pool.page_pools.items()
+        return self._pool.release({paging: [page.number]})
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def kept(self) -> Iterator[Prefix]:
-        """The kept pages, one by one."""
-        return (page.part for page in self._pages.values())
+    def numbers(self) -> Iterator[int]:
+        """The known pages."""
+        return (page.number for page in self._pages.values())

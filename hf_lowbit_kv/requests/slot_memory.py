@@ -63,8 +63,7 @@ class StoredLayer(NamedTuple):
 
     @property
     def paging(self) -> Hashable:
-        """Layers with the same paging have the same tokens in pages at any length, so they share page numbers."""
-        return self.spec.sink, self.spec.residual, self.spec.page_size, self.spec.direct
+        return self.spec.paging
 
 
 @dataclass
@@ -159,37 +158,33 @@ class SlotMemory:
 
     # ---- blocks of others -----------------------------------------------------------------------------------------
 
-    def attach(self, paging: Hashable, blocks: Sequence[torch.Tensor]) -> None:
-        """Let rows read pages that belong to others. Their numbers follow those of the blocks that are attached already.
+    def attach(self, paging: Hashable, place: int, first: int, blocks: Sequence[torch.Tensor]) -> None:
+        """Let rows read pages that belong to others.
 
         Args:
-            blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on its device, in its layout.
+            place: among the blocks of the pool: of one that was detached and had as many pages, or after the last one.
+            first: number of the first page. blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]`
+                on its device, in its layout.
         """
         by_layer = dict(zip(self.layers_of(paging), blocks, strict=True))
         for group in self._groups_of(paging):
-            first = [by_layer[i].data_ptr() - self.states[i].pool[0].data_ptr() for i in group.layers]
+            addresses = [by_layer[i].data_ptr() - self.states[i].pool[0].data_ptr() for i in group.layers]
             size, count = self.layers[group.layers[0]].page_bytes, len(blocks[0])
-            ends = torch.tensor(first)[:, None] + torch.arange(count) * size
-            group.starts = torch.cat([group.starts, ends.to(group.starts.device, non_blocking=True)], dim=1)
+            starts = torch.tensor(addresses)[:, None] + torch.arange(count) * size
+            starts = starts.to(group.starts.device, non_blocking=True)
+            if first == group.starts.shape[1]:
+                group.starts = torch.cat([group.starts, starts], dim=1)
+            else:
+                group.starts[:, first : first + count] = starts
         for index, block in by_layer.items():
-            self.states[index].pool.append(block)  # views of the state have the same list
+            self.states[index].pool[place : place + 1] = [block]  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
-        """Forget the attached block `place`. Pages of the blocks after it have lower numbers now: tables no longer name any
-        page of a block, not even those of empty slots, and must be written again."""
-        for (kind, device), table in self.tables.items():
-            if kind == paging:
-                named = table >= self.states[self.layers_of(paging)[0]].pool[0].shape[0]
-                table.masked_fill_(named, 0)
-                for group in self._groups_of(paging):
-                    if group.pages.device == device:
-                        group.addresses.masked_fill_(named, 0)
-        for group in self._groups_of(paging):
-            before = [len(block) for block in self.states[group.layers[0]].pool[: place + 2]]
-            first, end = sum(before[:-1]), sum(before)
-            group.starts = torch.cat([group.starts[:, :first], group.starts[:, end:]], dim=1)
+        """Forget an attached block. No row names its pages; an empty slot may, which nothing reads: their numbers stay, and
+        have no memory."""
         for index in self.layers_of(paging):
-            del self.states[index].pool[place + 1]
+            pool = self.states[index].pool
+            pool[place] = pool[0][:1].expand(len(pool[place]), -1, -1)
 
     def layers_of(self, paging: Hashable) -> list[int]:
         return [index for index, layer in enumerate(self.layers) if layer.paging == paging]

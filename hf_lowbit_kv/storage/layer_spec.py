@@ -126,6 +126,11 @@ class LayerSpec:
         return self.residual == 0 and self.key_format.tokenwise and self.value_format.tokenwise
 
     @property
+    def paging(self) -> tuple[int, int, int, bool]:
+        """Layers with the same paging have the same tokens in pages at any length, so they share page numbers."""
+        return self.sink, self.residual, self.page_size, self.direct
+
+    @property
     def tail_size(self) -> int:
         """Slots of the tail ring. When this many unpacked tokens have gathered, the oldest page is packed."""
         return 0 if self.direct else self.residual + self.page_size

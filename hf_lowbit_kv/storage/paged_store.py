@@ -11,13 +11,18 @@ pages depend only on its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layer_spec import LayerSpec
-from .shared_pages import Holding
+from .page_pool import Block, PageTables, upload
 
 #: fields of `LayerState` that operations never change
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
@@ -87,6 +92,9 @@ class LayerStore:
 
     def __init__(self, state: LayerState, spec: LayerSpec):
         self.spec, self.state = spec, state
+        self.batch_size, self.num_heads = state.length.shape
+        self.head_dim_k, self.head_dim_v = state.head_dims
+        self.dtype, self.device = state.sink_k.dtype, state.length.device
 
     @property
     def spec(self) -> LayerSpec:
@@ -123,6 +131,14 @@ class LayerStore:
         """Some of the rows."""
         return LayerStore(self.state.rows(rows), self.spec)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one KV head."""
+        return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of `length` tokens. Whoever made only a state has seen to that."""
+
     def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""
         if self._tensors is None:
@@ -136,10 +152,8 @@ class PagedStore(LayerStore):
     Args:
         capacity: tokens per row (preallocated, addresses never change), or `None` to grow by blocks.
         parameters: the layer's records, see `LayerState`.
+        tables: page numbers, which layers with the same paging share; `None`: of this layer only.
     """
-
-    #: True if `page_table` is `arange` over one unshared block
-    _in_order = False
 
     # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
     @torch.inference_mode(False)
@@ -154,53 +168,36 @@ class PagedStore(LayerStore):
         device: torch.device | str,
         capacity: int | None = None,
         parameters: Sequence[torch.Tensor] = (),
+        tables: PageTables | None = None,
     ):
-        self.spec, self.capacity = spec, capacity
-        self.batch_size, self.num_heads = batch_size, num_heads
-        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_v
-        self.dtype, self.device = dtype, torch.device(device)
-        self.holding = Holding()
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=device)
 
         def window(tokens: int, head_dim: int) -> torch.Tensor:
-            return torch.zeros(batch_size, num_heads, tokens, head_dim, dtype=dtype, device=device)
+            return zeros(batch_size, num_heads, tokens, head_dim, dtype=dtype)
 
-        def counters() -> torch.Tensor:
-            return torch.zeros(batch_size, num_heads, dtype=torch.int32, device=device)
-
-        self.state = LayerState(
+        state = LayerState(
             pool=[],
-            page_table=torch.zeros(batch_size, 0, dtype=torch.int32, device=device),
-            page_address=torch.zeros(batch_size, 0, dtype=torch.int64, device=device),
+            page_table=zeros(batch_size, 0),
+            page_address=zeros(batch_size, 0, dtype=torch.int64),
             sink_k=window(spec.sink, head_dim_k),
             sink_v=window(spec.sink, head_dim_v),
             tail_k=window(spec.tail_size, head_dim_k),
             tail_v=window(spec.tail_size, head_dim_v),
-            length=counters(),
-            paged=counters(),
-            lost=counters(),
-            scratch=self._new_scratch(batch_size),
+            length=zeros(batch_size, num_heads),
+            paged=zeros(batch_size, num_heads),
+            lost=zeros(batch_size, num_heads),
+            scratch=zeros(batch_size * num_heads * SCRATCH + 1),
             parameters=list(parameters),
         )
-        self._add_pages(max(spec.pages_for(capacity or 0), 1))
-        if capacity is not None:
-            self._mark_static()
-
-    @classmethod
-    def of(cls, spec: LayerSpec, state: LayerState, capacity: int | None) -> PagedStore:
-        """A store for a state whose memory and pages somebody else manages, e.g. some rows of a pool."""
-        store = cls.__new__(cls)
-        store.spec, store.capacity, store.state = spec, capacity, state
-        store.batch_size, store.num_heads = state.length.shape
-        store.head_dim_k, store.head_dim_v = state.head_dims
-        store.dtype, store.device = state.sink_k.dtype, state.length.device
-        store.holding = Holding()
-        return store
+        super().__init__(state, spec)
+        self.capacity = capacity
+        self.tables = tables or PageTables(batch_size, max(spec.pages_for(capacity or 0), 1))
+        self._blocks: list[Block] = []  # those of `state.pool`
+        self._version = -1  # of the tables, when tensors were brought to their numbers
+        self._follow()
 
     # ---- capacity -------------------------------------------------------------------------------------------------
-
-    @property
-    def page_bytes(self) -> int:
-        return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
 
     @property
     def token_bytes(self) -> float:
@@ -215,69 +212,128 @@ class PagedStore(LayerStore):
     def num_pages(self) -> int:
         return sum(block.shape[0] for block in self.state.pool)
 
-    def _new_scratch(self, rows: int) -> torch.Tensor:
-        return torch.zeros(rows * self.num_heads * SCRATCH + 1, dtype=torch.int32, device=self.device)
-
     def _new_block(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
 
-    @torch.inference_mode(False)
-    def _add_pages(self, pages_per_row: int) -> None:
-        """Give every row this many more pages, in one new block. Packed tokens are not copied."""
-        state = self.state
-        first = self.num_pages
-        count = self.batch_size * pages_per_row
-        ids = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
-        table = torch.cat([state.page_table, ids.view(self.batch_size, pages_per_row)], dim=1)
-        # everything is allocated before anything changes: memory may run out here, and stored tokens must stay readable
-        pool = [*state.pool, self._new_block(count)]
-        # only for the new pages: for all pages the cost on the CPU would grow with the number of blocks
-        starts = self._starts_of(pool[-1], pool).view(self.batch_size, pages_per_row)
-        address = torch.cat([state.page_address, starts], dim=1)
-        self.state = state._replace(pool=pool, page_table=table, page_address=address)
-        self._in_order = first == 0
+    def width_for(self, length: int) -> int:
+        """Pages per row, as a growing store adds them, for rows of `length` tokens."""
+        missing = max(self.spec.pages_for(length) - self.pages_per_row, 0)
+        return self.pages_per_row + -(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. A growing store adds blocks; a preallocated store has the room
         already."""
-        if self.capacity is None and (missing := self.spec.pages_for(length) - self.pages_per_row) > 0:
-            self._add_pages(-(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK)
+        if self.capacity is None and self.spec.pages_for(length) > self.pages_per_row:
+            self.widen(self.width_for(length))
 
-    def _page_starts(self, pool: list[torch.Tensor]) -> torch.Tensor:
-        """int64 `[num_pages]`: byte offset of each page id of these blocks from the start of `pool[0]`."""
-        return torch.cat([self._starts_of(block, pool) for block in pool])
+    def widen(self, pages: int) -> None:
+        """Give every row at least this many pages; works for a preallocated store too. Packed tokens are not copied."""
+        with self._changing():
+            if pages > self.tables.width:
+                self.tables.widen(pages - self.tables.width)
+            self._follow()
 
-    def _starts_of(
-        self, block: torch.Tensor, pool: list[torch.Tensor], device: torch.device | str | None = None
-    ) -> torch.Tensor:
-        """int64 `[pages]`: the same of the pages of one of these blocks. device: of the result; `None`: that of the
-        pages."""
-        first, size = block.data_ptr() - pool[0].data_ptr(), block.stride(0)
-        return torch.arange(first, first + block.shape[0] * size, size, device=device or self.device, dtype=torch.int64)
+    @torch.inference_mode(False)
+    def adopt(
+        self,
+        memory: Sequence[torch.Tensor],
+        blocks: Sequence[Block] | None,
+        table: np.ndarray,
+        lasting: np.ndarray,
+        width: int,
+    ) -> None:
+        """Let the empty rows of a growing store have pages of these blocks.
 
-    def _refresh_addresses(self) -> None:
-        """Recompute `page_address`, in place where its size allows (addresses of static tensors must not change)."""
-        state = self.state
-        address = self._page_starts(state.pool)[state.page_table.long()]
-        if state.page_address.shape == address.shape:
-            state.page_address.copy_(address)
-        else:
-            self.state = state._replace(page_address=address)
+        Args:
+            memory: uint8 `[n, H, page_bytes]` each. blocks: their counts; `None`: they are used only here.
+            table: int64 `[B, P]`: pages, numbered across the blocks. lasting: bool `[B, P]`: which of these are full.
+            width: pages of each row.
+        """
+        with self._changing() as first:
+            if first:
+                full = np.zeros((self.batch_size, max(width, self.tables.width)), dtype=bool)
+                ids = full.astype(np.int64)
+                full[:, : lasting.shape[1]], ids[:, : table.shape[1]] = lasting, table
+                self.tables.adopt(blocks or [Block(len(pages)) for pages in memory], ids, full)
+            named = self.tables.blocks[-len(memory) :]
+            self._follow(dict(zip(named, memory, strict=True)))
+
+    # ---- page numbers ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[bool]:
+        """Page numbers change in here, if this layer is the first one of those that share them; yields whether it is. If
+        memory runs out, they become what they were."""
+        before, first = self.tables.__getstate__(), self._version == self.tables.version
+        try:
+            yield first
+        except BaseException:
+            if first:
+                self.tables.undo(before)
+            raise
+
+    @torch.inference_mode(False)
+    def _follow(
+        self,
+        memory: dict[Block, torch.Tensor] | None = None,
+        chosen: torch.Tensor | None = None,
+        windows: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Bring memory, table and addresses to the numbers of `tables`. Everything is allocated before a growing store
+        changes: memory may run out, and stored tokens must stay readable.
+
+        Args:
+            memory: of blocks that have some already. chosen: rows that were chosen, and `windows` their other tensors.
+        """
+        tables, state, change = self.tables, self.state, self.tables.change
+        if self._version == tables.version:
+            return
+        known = dict(zip(self._blocks, state.pool, strict=True)) | (memory or {})
+        pool = []
+        for block in tables.blocks:  # a comprehension would keep the store alive in the traceback, if memory runs out
+            pool.append(known[block] if block in known else self._new_block(len(block)))
+        one_behind = self._version == tables.version - 1 and (chosen is None) == (change.chosen is None)
+        in_place = self.capacity is not None and state.page_table.shape == tables.table.shape
+        entries = change.entries if one_behind else tuple(np.indices(tables.table.shape).reshape(2, -1))
+        written = self._numbers(pool, *entries)
+        new = [
+            _resized(tensor, tables.table.shape, chosen if one_behind else None, in_place)
+            for tensor in (state.page_table, state.page_address)
+        ]
+        for tensor, numbers in zip(new, written[2:], strict=True):
+            tensor[written[0], written[1]] = numbers.to(tensor.dtype)
+        if one_behind and len(change.copied[0]):
+            source, target = (upload(ids, self.device) for ids in change.copied)
+            write_pages(pool, target, read_pages(pool, source))
+        replaced: dict[str, Any] = {"page_table": new[0], "page_address": new[1], **(windows or {})}
+        if in_place:
+            for name, tensor in replaced.items():
+                if tensor is not getattr(state, name):
+                    getattr(state, name).copy_(tensor)
+            replaced = {}
+        if replaced or len(pool) != len(state.pool) or any(map(operator.is_not, pool, state.pool)):
+            self.state = state._replace(pool=pool, **replaced)
+            if self.capacity is not None:
+                self._mark_static()
+        self.batch_size, self._blocks, self._version = tables.rows, list(tables.blocks), tables.version
+
+    def _numbers(self, pool: list[torch.Tensor], rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """int64 `[4, n]` on the device: entries of the table, their page numbers and addresses."""
+        numbers = self.tables.table[rows, columns]
+        block, place = self.tables.located(numbers)
+        starts = np.array([each.data_ptr() - pool[0].data_ptr() for each in pool], dtype=np.int64)
+        sizes = np.array([each.stride(0) for each in pool], dtype=np.int64)
+        return upload(np.stack([rows, columns, numbers, starts[block] + sizes[block] * place]), self.device)
 
     def _mark_static(self) -> None:
         for tensor in self.state.tensors():
             torch._dynamo.mark_static_address(tensor)
 
-    def __getstate__(self):
-        return {name: value for name, value in super().__getstate__().items() if name != "holding"}
-
     def __setstate__(self, attributes):
         # a copy has other addresses: copy.deepcopy and pickle both come here
         super().__setstate__(attributes)
-        self.holding = Holding()  # it has all blocks to itself
-        self._refresh_addresses()
-        if self.capacity is not None:
-            self._mark_static()
+        self._version = -1
+        self._follow()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
@@ -288,35 +344,17 @@ class PagedStore(LayerStore):
         state.paged.zero_()
         state.lost.zero_()
         state.scratch.zero_()  # an interrupted launch may have left its counts
-        self._leave_shared_blocks()
-        if not self._in_order:
-            self._spread_pages(self.state.paged)  # rows may have shared pages
-            self._in_order = len(self.state.pool) == 1 and self.holding.closed(self.state.pool) is None
-
-    def _leave_shared_blocks(self) -> None:
-        """Keep only blocks that this store owns, in a state without tokens."""
-        if (closed := self.holding.closed(self.state.pool)) is None:
-            return
-        self._in_order = False
-        owned = [block for block in self.state.pool if self.holding.owns(block)]
-        for block in self.state.pool:
-            self.holding.let_go(block)
-        closed = self.holding.closed(owned) if owned else None
-        usable = sum(map(len, owned)) - (0 if closed is None else int(closed.sum()))
-        missing = self.batch_size * self.pages_per_row - usable
-        pool = [*owned, self._new_block(missing)] if missing > 0 else owned
-        table = torch.zeros_like(self.state.page_table)  # ids have changed, and nothing is stored
-        self.state = self.state._replace(pool=pool)
-        self.state.page_table.copy_(table)
-        if self.capacity is not None:
-            self._mark_static()
+        with self._changing() as first:
+            if first:
+                self.tables.reset()
+            self._follow()
 
     @torch.inference_mode(False)
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and an open page are copied.
 
-        After its shared pages a row's table names free pages, which no row uses. The CPU does not wait for the
-        device unless the number of rows changes (or has changed before).
+        After its shared pages a row's table names free pages, which no row uses. Waits for the device, once for all layers
+        that share page numbers.
         """
         state, rows = self.state, rows.to(self.device).clone()  # inference tensors cannot index outside it
         if self.capacity is not None and len(rows) != self.batch_size:
@@ -324,107 +362,30 @@ class PagedStore(LayerStore):
                 f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.batch_size} rows; "
                 f"{len(rows)} were requested. Use a growing cache, or repeat the prompt before the first call."
             )
-        self._in_order = False
-        names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost", "page_table")
-        chosen = {name: getattr(state, name)[rows] for name in names}
-        if self.capacity is not None:
-            for name, tensor in chosen.items():
-                getattr(state, name).copy_(tensor)
-            self.own_pages()
-            return
-        chosen["page_address"] = state.page_address[rows]
-        before = self.state, self.batch_size
-        try:
+        with self._changing() as first:
+            if first:
+                numbers = torch.cat([rows.long(), state.paged[:, 0].long()]).cpu().numpy()
+                chosen, paged = numbers[: len(rows)], numbers[len(rows) :]
+                self.tables.choose(paged[chosen], self.spec.page_size, chosen)
+            names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost")
+            windows = {name: getattr(state, name)[rows] for name in names}
             if len(rows) != self.batch_size:
-                chosen["scratch"] = self._new_scratch(len(rows))
-            self.batch_size, self.state = len(rows), state._replace(**chosen)
-            self.own_pages()
-        except BaseException:  # memory may run out: the rows are what they were
-            self.state, self.batch_size = before
-            raise
+                windows["scratch"] = state.scratch.new_zeros(len(rows) * self.num_heads * SCRATCH + 1)
+            self._follow(chosen=rows, windows=windows)
 
     @torch.inference_mode(False)
     def own_pages(self) -> None:
-        """Give each table entry that names no full page a page that no other row refers to. Needed after rows were
-        chosen or `paged` was lowered, because later tokens are packed there."""
-        closed = self.holding.closed(self.state.pool)
-        usable = self.num_pages - (0 if closed is None else int(closed.sum()))
-        if (
-            usable < self.batch_size * self.pages_per_row
-        ):  # there are fewer pages than entries: rows were added, or pages are shared
-            self._add_missing_pages()
-        open_pages = self._read_open_pages() if self.spec.direct else None
-        self._spread_pages(self.state.paged)
-        if open_pages is not None:  # this comes last: a page that is free now may have belonged to another row before
-            self._write_open_pages(open_pages)
-
-    def _full_entries(self, paged: torch.Tensor) -> torch.Tensor:
-        """bool `[B, P]`: whether that entry of a row's table names a full page, one that may be shared."""
-        return torch.arange(self.pages_per_row, device=self.device) < paged[:, :1] // self.spec.page_size
-
-    def _spread_pages(self, paged: torch.Tensor) -> None:
-        """Put a separate page into each table entry that names no full page. Everything runs on the device."""
-        self._in_order = False
-        table, full = self.state.page_table, self._full_entries(paged)
-        free = torch.argsort(self._taken(full), stable=True)  # free ids first, in ascending order
-        rank = (torch.cumsum(~full.flatten(), 0) - 1).clamp(min=0).view_as(full)
-        table.copy_(torch.where(full, table, free[rank].to(table.dtype)))
-        self._refresh_addresses()
-
-    def _taken(self, full: torch.Tensor) -> torch.Tensor:
-        """int8 `[num_pages]`: 1 for pages that the table's entries `full` name, and for pages that this store may not
-        write."""
-        taken = torch.zeros(self.num_pages, dtype=torch.int8, device=self.device)
-        if (closed := self.holding.closed(self.state.pool)) is not None:
-            taken.copy_(closed)
-        return taken.scatter_reduce_(0, self.state.page_table.long().flatten(), full.flatten().to(torch.int8), "amax")
-
-    def _add_missing_pages(self) -> None:
-        """Add pages until each table entry can have a separate or a shared page. Waits for the device."""
-        full = self._full_entries(self.state.paged)
-        free = int((self._taken(full) == 0).sum())
-        if (missing := int((~full).sum()) - free) > 0:
-            self.state = self.state._replace(pool=[*self.state.pool, self._new_block(missing)])
-            if self.capacity is not None:
-                self._mark_static()
-
-    def _open_entries(self) -> torch.Tensor:
-        """int64 `[B]`: column of each row's first page that is not full."""
-        return (self.state.paged[:, 0] // self.spec.page_size).long().clamp(max=self.pages_per_row - 1)
-
-    def _read_open_pages(self) -> torch.Tensor:
-        """uint8 `[B, H, page_bytes]`: the contents of each row's open page (direct mode)."""
-        return read_pages(self.state.pool, self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0])
-
-    def _write_open_pages(self, contents: torch.Tensor) -> None:
-        self.write_pages(self.state.page_table.gather(1, self._open_entries()[:, None])[:, 0], contents)
+        """Give each table entry that names no full page a page that no other row refers to. Needed after `paged` was
+        lowered, because later tokens are packed there. Waits for the device where pages are shared."""
+        with self._changing() as first:
+            if first and not self.tables.exclusive:
+                paged = self.state.paged[:, 0].cpu().numpy().astype(np.int64)
+                self.tables.choose(paged, self.spec.page_size)
+            self._follow()
 
     def write_pages(self, ids: torch.Tensor, contents: torch.Tensor) -> None:
         """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
-        ids = ids.long()
-        pool, first, parts = self.state.pool, 0, []
-        for block in pool:
-            in_block = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
-            part = contents[in_block]
-            pair, words = (block, part), (words_of(block), words_of(part))
-            parts.append((words if words[0].dtype == words[1].dtype else pair, ids[in_block] - first))
-            first += block.shape[0]
-        for (block, part), place in parts:  # nothing is allocated between writes
-            block[place] = part
-
-    def widen(self, pages_per_row: int) -> None:
-        """Give every row this many more pages; works for a preallocated store too."""
-        self._add_pages(pages_per_row)
-        if self.capacity is not None:
-            self._mark_static()
-
-    def take_pool(self, pool: list[torch.Tensor], table: torch.Tensor) -> None:
-        """Replace the rows' pages: blocks, and ids int32 `[B, P]` on the CPU that count through them."""
-        address = torch.cat([self._starts_of(block, pool, "cpu") for block in pool])[table.long()]
-        self.state = self.state._replace(
-            pool=pool, page_table=table.to(self.device), page_address=address.to(self.device)
-        )
-        self._in_order = False
+        write_pages(self.state.pool, ids, contents)
 
     # ---- counting -------------------------------------------------------------------------------------------------
 
@@ -433,8 +394,8 @@ class PagedStore(LayerStore):
         without tokens, tables and counters). Shared pages count once. If several stores share them, they count in the
         store that owns their block. Reads lengths from the device."""
         state = self.state
-        blocks = [block for block in state.pool if self.holding.owns(block)]
-        records = [record for record in state.parameters if self.holding.counts(record)]
+        blocks = [memory for memory, block in zip(state.pool, self._blocks, strict=True) if self._owns(block)]
+        records = [record for record in state.parameters if _counts_in(record, self)]
         other = [*state.pool, *state.parameters]
         total = sum(tensor.nbytes for tensor in [*state.tensors(), *blocks, *records]) - sum(x.nbytes for x in other)
         codes, packed = self._packed_bytes(only_owned=True)
@@ -446,6 +407,9 @@ class PagedStore(LayerStore):
         }
         return stored | {"unused": total - sum(stored.values())}
 
+    def _owns(self, block: Block) -> bool:
+        return block.owner is self.tables
+
     def stored_bytes(self) -> int:
         """Bytes of pages in use, window and parameters. Shared bytes that count in another store are included."""
         parameters = sum(record.nbytes for record in self.state.parameters)
@@ -456,7 +420,7 @@ class PagedStore(LayerStore):
         state, spec = self.state, self.spec
         used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
         ids = torch.unique(state.page_table[used]).long()
-        if only_owned and not all(owned := [self.holding.owns(block) for block in state.pool]):
+        if only_owned and not all(owned := list(map(self._owns, self._blocks))):
             lengths = torch.tensor([len(block) for block in state.pool])
             ids = ids[torch.tensor(owned).repeat_interleave(lengths).to(self.device)[ids]]
         pages, head_dims = ids.numel() * self.num_heads, (self.head_dim_k, self.head_dim_v)
@@ -466,6 +430,49 @@ class PagedStore(LayerStore):
     def _window_bytes(self) -> int:
         numbers = int((self.state.length[:, 0] - self.state.paged[:, 0]).sum()) * self.num_heads
         return numbers * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
+
+
+#: for each record that forks share, the stores that do, oldest first
+_readers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def share_records(stores: Sequence[PagedStore]) -> None:
+    """These stores have the same records, which count in the oldest of them that is alive."""
+    for record in stores[0].state.parameters:
+        readers = _readers.setdefault(record, [])
+        readers += [
+            weakref.ref(store, readers.remove) for store in stores if all(ref() is not store for ref in readers)
+        ]
+
+
+def _counts_in(record: torch.Tensor, store: PagedStore) -> bool:
+    return next((reader() for reader in _readers.get(record) or ()), store) is store
+
+
+def _resized(tensor: torch.Tensor, shape: tuple[int, ...], chosen: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    """A page table or addresses `[B, P]` of the chosen rows, with room for this shape; `in_place`: perhaps itself."""
+    new = tensor if chosen is None else tensor[chosen]
+    if new.shape == shape:
+        return new if in_place or new is not tensor else new.clone()
+    wide = new.new_zeros(shape)
+    if len(new) == len(wide):
+        width = min(new.shape[1], shape[1])
+        wide[:, :width] = new[:, :width]
+    return wide
+
+
+def write_pages(pool: list[torch.Tensor], ids: torch.Tensor, contents: torch.Tensor) -> None:
+    """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
+    ids = ids.long()
+    first, parts = 0, []
+    for block in pool:
+        in_block = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
+        part = contents[in_block]
+        pair, words = (block, part), (words_of(block), words_of(part))
+        parts.append((words if words[0].dtype == words[1].dtype else pair, ids[in_block] - first))
+        first += block.shape[0]
+    for (block, part), place in parts:  # nothing is allocated between writes
+        block[place] = part
 
 
 def words_of(pages: torch.Tensor) -> torch.Tensor:

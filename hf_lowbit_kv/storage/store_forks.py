@@ -1,42 +1,24 @@
 """Forks of stores: others with the same tokens, which share full pages with the stores they came from.
 
-A cache forks the stores of all its layers at once, `n` times. The CPU waits for the device once, plans once
-for all layers whose tables agree (as a rule all do), and lets one call copy what all forks of all layers have of their own.
-It plans with NumPy: PyTorch's small operations take longer, and share larger ones out to threads that other work may hold.
+A cache forks the stores of all its layers at once, `n` times. The CPU waits for the device once, numbers pages once for all
+layers with the same paging, and lets one call copy what all forks of all layers have of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from .paged_store import LayerState, PagedStore
-from .shared_pages import Holding, mask_of
+from .page_pool import PageTables, upload
+from .paged_store import LayerState, PagedStore, share_records
 
 #: of a fork, copies of its own: in the model's dtype, and int32
 _WINDOWS = ("sink_k", "sink_v", "tail_k", "tail_v")
 _COUNTERS = ("length", "paged", "lost", "scratch")
-
-
-class _ForkPlan(NamedTuple):
-    """Contents of a fork of `B` rows, with `P` pages per row."""
-
-    shared: list[tuple[int, int]]
-    """places in the pool of blocks with pages that are shared, and which pages (`shared_pages.mask_of`)"""
-    new_pages: int
-    """pages of its own: a block before the shared ones"""
-    entries: np.ndarray
-    """int32 `[B, P]`: its page table"""
-    blocks: np.ndarray
-    """int64 `[B, P]`: in which of its blocks that page is"""
-    places: np.ndarray
-    """int64 `[B, P]`: which page of that block"""
-    open_pages: list[tuple[int, int, int]]
-    """pages that are not full: place of the block in the pool, of the page in the block, and the fork's own page"""
 
 
 @torch.inference_mode(False)
@@ -47,22 +29,25 @@ def fork_stores(stores: Sequence[PagedStore], capacity: int | None, n: int = 1) 
     Args:
         capacity: as for a new store. Not checked against the current length.
     """
-    alike: dict[tuple, list[int]] = {}
-    tables = _tables(stores)
-    for index, (store, (table, paged)) in enumerate(zip(stores, tables, strict=True)):
-        pages = (
-            store.spec.page_size,
-            store.spec.direct,
-            store.spec.pages_for(capacity or 0),
-            *map(len, store.state.pool),
-        )
-        key = store.device, store.dtype, pages, table.shape, table.tobytes(), paged.tobytes()
-        alike.setdefault(key, []).append(index)
+    by_tables: dict[PageTables, list[int]] = {}
+    for index, store in enumerate(stores):
+        by_tables.setdefault(store.tables, []).append(index)
+    all_paged = _paged(stores)
     forks: list[list[Any]] = [[None] * len(stores) for _ in range(n)]
-    for indices in alike.values():
-        plan = _planned(stores[indices[0]], *tables[indices[0]], capacity)
-        for number, fork in enumerate(_forks([stores[index] for index in indices], plan, capacity, n)):
-            forks[number // len(indices)][indices[number % len(indices)]] = fork
+    for tables, indices in by_tables.items():
+        spec, paged = stores[indices[0]].spec, np.stack([all_paged[index] for index in indices])
+        # as a rule the same in all layers: after an interrupted pass some have packed more pages than others
+        full, used = paged.min(0) // spec.page_size, -(-paged.max(0) // spec.page_size)
+        width = max(int(full.max(initial=0)) + spec.direct, int(used.max(initial=0)), 1, spec.pages_for(capacity or 0))
+        new = tables.fork(n, full, width)
+        column = np.arange(width)
+        opened = ((column >= full[:, None]) & (column < used[:, None])).nonzero()
+        alike: dict[tuple, list[int]] = {}
+        for index in indices:
+            alike.setdefault((stores[index].device, stores[index].dtype), []).append(index)
+        for same in alike.values():
+            for number, fork in enumerate(_forks([stores[index] for index in same], new, opened, capacity)):
+                forks[number // len(same)][same[number % len(same)]] = fork
     return forks
 
 
@@ -74,75 +59,50 @@ def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_mul(tensors, 1))  # releases before it; the product is exact
 
 
-def _tables(stores: Sequence[PagedStore]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each store, int32 on the CPU: its page table `[B, P]`, and how many tokens of each row are in pages `[B]`."""
+def _paged(stores: Sequence[PagedStore]) -> list[np.ndarray]:
+    """For each store, int32 `[B]` on the CPU: how many tokens of each row are in pages."""
     parts: dict[tuple, list[torch.Tensor]] = {}
     for store in stores:
-        parts.setdefault((store.device, store.batch_size), []).extend((store.state.page_table, store.state.paged))
-    on_cpu = {key: torch.cat(tensors, dim=1).cpu().numpy() for key, tensors in parts.items()}
-    first = dict.fromkeys(on_cpu, 0)
-    out = []
-    for store in stores:
-        key = store.device, store.batch_size
-        middle = first[key] + store.pages_per_row
-        out.append((on_cpu[key][:, first[key] : middle], on_cpu[key][:, middle]))
-        first[key] = middle + store.num_heads
-    return out
+        parts.setdefault((store.device, store.batch_size), []).append(store.state.paged[:, :1])
+    on_cpu = {key: iter(torch.cat(columns, dim=1).cpu().numpy().T) for key, columns in parts.items()}
+    return [next(on_cpu[store.device, store.batch_size]) for store in stores]
 
 
-def _planned(store: PagedStore, table: np.ndarray, paged: np.ndarray, capacity: int | None) -> _ForkPlan:
-    size, direct = store.spec.page_size, store.spec.direct
-    full = paged // size
-    width = max(int(full.max(initial=0)) + direct, 1, store.spec.pages_for(capacity or 0))
-    shared = np.arange(width) < full[:, None]
-    own = ~shared
-    new_pages = max(int(own.sum()), 0 if shared.any() else 1)  # without rows, too, a store has a block
-    ids = table[:, :width][shared[:, : table.shape[1]]]
-    named = np.zeros(store.num_pages, dtype=bool)
-    named[ids] = True
+def _forks(
+    stores: Sequence[PagedStore],
+    tables: Sequence[PageTables],
+    opened: tuple[np.ndarray, np.ndarray],
+    capacity: int | None,
+) -> list[PagedStore]:
+    """For each of these tables, forks of stores of one dtype on one device.
 
-    # by page of the store: its block in the store, its place there, its block in the fork, its number in the fork
-    pages = np.zeros((4, store.num_pages), dtype=np.int64)
-    kept: list[tuple[int, int]] = []
-    first, number = 0, new_pages
-    for place, block in enumerate(store.state.pool):
-        count = len(block)
-        in_block = slice(first, first + count)
-        pages[0, in_block], pages[1, in_block] = place, np.arange(count)
-        if mask := mask_of(named[in_block]):
-            pages[2, in_block], pages[3, in_block] = len(kept) + (new_pages > 0), np.arange(number, number + count)
-            kept.append((place, mask))
-            number += count
-        first += count
-    blocks, places, entries = (np.zeros(shared.shape, dtype=np.int64) for _ in range(3))
-    places[own] = entries[own] = np.arange(own.sum())
-    places[shared], blocks[shared], entries[shared] = pages[1:, ids]
-
-    open_pages = []
-    for row in (paged % size).nonzero()[0].tolist() if direct else ():
-        page = table[row, full[row]]
-        open_pages.append((int(pages[0, page]), int(pages[1, page]), int(places[row, full[row]])))
-    return _ForkPlan(kept, new_pages, entries.astype(np.int32), blocks, places, open_pages)
-
-
-def _forks(stores: Sequence[PagedStore], plan: _ForkPlan, capacity: int | None, n: int) -> list[PagedStore]:
-    """`n` times forks of stores of one dtype on one device whose tables agree."""
-    device = stores[0].device
+    Args:
+        opened: row and column of pages that are used and not shared.
+    """
+    device, first = stores[0].device, tables[0]
     states = [store.state for store in stores]
+    memory = [dict(zip(store._blocks, store.state.pool, strict=True)) for store in stores]
     pools: list[list[torch.Tensor]] = []
-    for state in states * n:
-        shape = plan.new_pages, *state.pool[0].shape[1:]
-        new_block = [torch.empty(shape, dtype=torch.uint8, device=device)] if plan.new_pages else []
-        pools.append([*new_block, *(state.pool[place] for place, _ in plan.shared)])
+    for each in tables:
+        for state, known in zip(states, memory, strict=True):
+            shape = state.pool[0].shape[1:]
+            pools.append(
+                [
+                    known[block]
+                    if block in known
+                    else torch.empty(len(block), *shape, dtype=torch.uint8, device=device)
+                    for block in each.blocks
+                ]
+            )
+    block, place = first.located(first.table)
+    starts = np.array([[part.data_ptr() for part in pool] for pool in pools])
+    sizes = np.array([state.pool[0].stride(0) for state in states] * len(tables))
+    addresses = (starts - starts[:, :1])[:, block] + sizes[:, None, None] * place
+    entries = upload(first.table, device)
 
-    starts = np.array([[block.data_ptr() for block in pool] for pool in pools])
-    sizes = np.array([state.pool[0].stride(0) for state in states] * n)
-    addresses = (starts - starts[:, :1])[:, plan.blocks] + sizes[:, None, None] * plan.places
-    entries = torch.from_numpy(plan.entries).to(device)
-
-    windows = copies_of([x for state in states for x in attrgetter(*_WINDOWS)(state)] * n)
-    counters = copies_of([x for state in states for x in (*attrgetter(*_COUNTERS)(state), entries)] * n)
-    page_addresses = copies_of(list(torch.from_numpy(addresses).to(device)))
+    windows = copies_of([x for state in states for x in attrgetter(*_WINDOWS)(state)] * len(tables))
+    counters = copies_of([x for state in states for x in (*attrgetter(*_COUNTERS)(state), entries)] * len(tables))
+    page_addresses = copies_of(list(upload(addresses, device)))
     new_states = []
     for i, (pool, page_address) in enumerate(zip(pools, page_addresses, strict=True)):
         sink_k, sink_v, tail_k, tail_v = windows[4 * i : 4 * i + 4]
@@ -151,25 +111,33 @@ def _forks(stores: Sequence[PagedStore], plan: _ForkPlan, capacity: int | None, 
         parameters = states[i % len(states)].parameters
         new_states.append(LayerState(pool, table, page_address, *window, *counts, scratch, parameters))
     torch._foreach_zero_(counters[3::5])  # scratch
-    if plan.new_pages:
+    if first.blocks[0] not in memory[0]:
         torch._foreach_zero_([pool[0] for pool in pools])
-    for page_of, page, copy_of_page in plan.open_pages:
-        own_pages = [pool[0][copy_of_page] for pool in pools]
-        torch._foreach_copy_(own_pages, [state.pool[page_of][page] for state in states] * n)
-    forks = [_fork(store, state, capacity) for store, state in zip([*stores] * n, new_states, strict=True)]
+    before = stores[0].tables.table
+    for row, column in zip(*opened, strict=True):
+        (source,), (at,) = stores[0].tables.located(before[row, column : column + 1])
+        pages = [state.pool[source][at] for state in states if source < len(state.pool)]
+        if len(pages) == len(states):
+            torch._foreach_copy_([pool[0][place[row, column]] for pool in pools], pages * len(tables))
+    forks = [
+        _fork(store, state, each, capacity)
+        for each, of_fork in zip(tables, _parts(new_states, len(stores)), strict=True)
+        for store, state in zip(stores, of_fork, strict=True)
+    ]
     for i, store in enumerate(stores):
-        holdings = [fork.holding for fork in forks[i :: len(stores)]]
-        store.holding.share(holdings, [(store.state.pool[place], pages) for place, pages in plan.shared])
-        for record in store.state.parameters:
-            for holding in (store.holding, *holdings):
-                holding.read(record)
+        share_records([store, *forks[i :: len(stores)]])
     return forks
 
 
-def _fork(store: PagedStore, state: LayerState, capacity: int | None) -> PagedStore:
+def _parts(states: list[LayerState], size: int) -> list[list[LayerState]]:
+    return [states[start : start + size] for start in range(0, len(states), size)]
+
+
+def _fork(store: PagedStore, state: LayerState, tables: PageTables, capacity: int | None) -> PagedStore:
     new = type(store).__new__(type(store))
     new.__dict__.update(store.__dict__)
-    new.capacity, new.holding, new.state, new._in_order = capacity, Holding(), state, False
+    new.capacity, new.state, new.tables = capacity, state, tables
+    new._blocks, new._version = list(tables.blocks), tables.version
     if capacity is not None:
         new._mark_static()
     return new

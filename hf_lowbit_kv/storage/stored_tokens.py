@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .layer_spec import LayerSpec
-from .paged_store import PagedStore, read_pages
-from .shared_pages import Holding, mask_of
+from .page_pool import Block
+from .paged_store import LayerStore, PagedStore, read_pages
 
 #: codes of this many pages are reordered at a time, because each code takes about eight bytes meanwhile
 PAGES_AT_ONCE = 64
@@ -33,6 +33,8 @@ class StoredTokens(NamedTuple):
     """by row, keys and values `[H, n, D]` of its first tokens, in the model's dtype"""
     tails: list[Pair]
     """by row, those of the tokens after its pages, in order"""
+    shared: list[Block] | None = None
+    """the blocks' page counts, the same in all layers with the same paging, if others read these pages"""
 
     @property
     def lengths(self) -> list[int]:
@@ -52,7 +54,7 @@ class StoredTokens(NamedTuple):
         table = self.table[:, : -(-max(paged, default=0) // spec.page_size)]
         sinks = [(k[:, :count], v[:, :count]) for k, v in self.sinks]
         tails = [(k[:, :end], v[:, :end]) for (k, v), end in zip(self.tails, ends, strict=True)]
-        return StoredTokens(self.blocks, table, paged, sinks, tails)
+        return StoredTokens(self.blocks, table, paged, sinks, tails, self.shared)
 
     def to(self, device: torch.device) -> StoredTokens:
         """The same tokens on this device; what is there already is not copied."""
@@ -65,14 +67,14 @@ class StoredTokens(NamedTuple):
 @torch.no_grad()
 @torch.inference_mode(False)
 def take_tokens(
-    store: PagedStore, rows: Sequence[int] | None = None, first_page: int = 0, holding: Holding | None = None
+    store: LayerStore, rows: Sequence[int] | None = None, first_page: int = 0, shared: bool = False
 ) -> StoredTokens:
     """Copy the tokens of a store. Waits for the device.
 
     Args:
         rows: which rows; `None`: all.
         first_page: pages before it are left out of `blocks`, and `table` begins with it.
-        holding: holds the pages, which are not copied then. Only full ones stay as they are.
+        shared: do not copy pages. They must be used at once: the store may write to them.
     """
     state, spec = store.state, store.spec
     rows = range(store.batch_size) if rows is None else rows
@@ -80,15 +82,11 @@ def take_tokens(
     paged = [all_paged[row] for row in rows]
     counts = [max(-(-tokens // spec.page_size) - first_page, 0) for tokens in paged]
     used = [table[row, first_page : first_page + count] for row, count in zip(rows, counts, strict=True)]
-    if holding is None:
+    if not shared:
         ids, places = torch.unique(torch.cat(used), return_inverse=True)
         blocks = [read_pages(state.pool, ids.to(store.device))]
     else:
         places, blocks = torch.cat(used), list(state.pool)
-        held = torch.zeros(store.num_pages, dtype=torch.bool)
-        held[places] = True
-        masks = [mask_of(part.numpy()) for part in held.split([len(block) for block in blocks])]
-        store.holding.share([holding], [(block, mask) for block, mask in zip(blocks, masks, strict=True) if mask])
     out = torch.zeros(len(paged), max(counts), dtype=torch.int64)
     for row, part in enumerate(places.split(counts)):
         out[row, : len(part)] = part
@@ -99,7 +97,8 @@ def take_tokens(
         sink = slice(min(lengths[row], spec.sink))
         sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
         tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
-    return StoredTokens(blocks, out, paged, sinks, tails)
+    page_counts = list(store.tables.blocks) if shared and isinstance(store, PagedStore) else None
+    return StoredTokens(blocks, out, paged, sinks, tails, page_counts)
 
 
 class _Places(NamedTuple):
@@ -142,24 +141,21 @@ def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) 
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def put_tokens(
-    store: PagedStore, tokens: StoredTokens, shared: bool = False, known: dict[Any, _Places] | None = None
-) -> None:
+def put_tokens(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places] | None = None) -> None:
     """Put these tokens into an empty store, in which they fit.
 
     Args:
-        shared: other stores hold the blocks too (`shared_pages`), so a growing store must not write there.
         known: of other layers of the same cache: what was worked out for one of them is used again.
     """
     places = _places(store, tokens, {} if known is None else known)
-    store.reserve(max(tokens.lengths))
     # pages may reach further than those of a text that was read in one piece
-    if (missing := tokens.table.shape[1] - store.pages_per_row) > 0:
-        store.widen(missing)
-    pages = places.copied
+    pages, width = places.copied, max(store.width_for(max(tokens.lengths)), tokens.table.shape[1])
     if store.capacity is None and bool(places.lasting.any()):
-        _adopt(store, tokens, places.lasting, shared)
+        store.adopt(tokens.blocks, tokens.shared, tokens.table.numpy(), places.lasting.numpy(), width)
         pages = places.opened
+    else:
+        store.reserve(max(tokens.lengths))
+        store.widen(tokens.table.shape[1])
     rows, entries, sources = pages
     if len(rows):
         store.write_pages(store.state.page_table[rows, entries], read_pages(tokens.blocks, sources))
@@ -171,24 +167,6 @@ def put_tokens(
             window[row][:, places.slots[row]] = new
     state.length.copy_(places.counts[0])
     state.paged.copy_(places.counts[1])
-
-
-def _adopt(store: PagedStore, tokens: StoredTokens, lasting: torch.Tensor, shared: bool) -> None:
-    """Let the table's entries `lasting` (bool `[B, P]`) of a growing store name the pages of these blocks."""
-    adopted = torch.zeros(store.state.page_table.shape, dtype=torch.bool)
-    adopted[:, : lasting.shape[1]] = lasting
-    kept = int((~adopted).sum())  # entries with a page of their own
-    new_blocks = [store._new_block(kept)] if kept else []
-    ids = torch.zeros(adopted.shape, dtype=torch.int32)
-    ids[adopted] = (tokens.table[lasting] + kept).to(ids.dtype)
-    ids[~adopted] = torch.arange(kept, dtype=ids.dtype)
-    if shared:
-        store.holding = Holding()
-        used = torch.zeros(sum(map(len, tokens.blocks)), dtype=torch.bool)
-        used[tokens.table[lasting]] = True
-        for block, pages in zip(tokens.blocks, used.split([len(block) for block in tokens.blocks]), strict=True):
-            store.holding.use(block, mask_of(pages.numpy()))
-    store.take_pool([*new_blocks, *tokens.blocks], ids)
 
 
 def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:

@@ -23,7 +23,7 @@ from marked import newest_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.own_layers import can_crop
+from hf_lowbit_kv.cache.native_layers import can_crop
 
 #: of all families together; they take some 20 seconds of a CPU
 COUNT = int(os.environ.get("CONVERSATIONS") or 36)

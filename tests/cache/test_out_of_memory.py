@@ -193,12 +193,12 @@ def test_rows_are_chosen(kind, residual, rows):
 @torch.no_grad()
 def test_rows_that_share_pages_are_cropped(kind, residual):
     """Each row then needs a page of its own, and there may be none."""
-    filled = _machine(kind, residual, tokens=150)
+    filled = _machine(kind, residual, tokens=250)
     filled.repeat(3)
     for layer in _layers(kind):
         for fails in itertools.count():
             machine = _again(filled)
-            mode = _short_of_memory(machine, layer, "own_pages", fails, partial(machine.text.cache.crop, -100))
+            mode = _short_of_memory(machine, layer, "own_pages", fails, partial(machine.text.cache.crop, -150))
             if mode is not None:
                 break
             for each, rows in zip(machine.text.cache.layers, machine.text.layers, strict=True):
@@ -224,7 +224,7 @@ def test_rows_of_a_preallocated_cache_are_chosen():
         machine = Machine("int4-channel/int4-token", setting)
         machine.append(200, "left")
         cache = machine.text.cache
-        mode = _short_of_memory(machine, 0, "own_pages", fails, partial(cache.reorder_cache, torch.tensor([1, 0])))
+        mode = _short_of_memory(machine, 0, "select_rows", fails, partial(cache.reorder_cache, torch.tensor([1, 0])))
         if mode is not None:
             break
         _refused_until_reset(machine)

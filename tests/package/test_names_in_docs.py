@@ -150,7 +150,7 @@ def test_wrong_names_are_noticed(tmp_path):
     right = [
         "choice.storage_spec",
         "LayerStore.kernels",
-        "PagedStore._spread_pages",
+        "PagedStore._follow",
         "nbytes.parameters",
         "lb.generate",
     ]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.byte_sizes import parse_tokens
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.own_layers import tensors_of
+from hf_lowbit_kv.cache.native_layers import tensors_of
 from hf_lowbit_kv.cli import shared_options
 from hf_lowbit_kv.cli.application import app
 from hf_lowbit_kv.planning import model_shapes

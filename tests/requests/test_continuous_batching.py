@@ -176,11 +176,11 @@ def test_streaming_and_cancelling(models, ours):
 
 @needs_release
 def test_memory_is_given_back(models, ours, monkeypatch):
-    from hf_lowbit_kv.requests import new_pool
+    from hf_lowbit_kv.requests import pool_steps
 
     made = []
-    pool = new_pool.RowPool
-    monkeypatch.setattr(new_pool, "RowPool", lambda *args: made.append(weakref.ref(new := pool(*args))) or new)
+    pool = pool_steps.RowPool
+    monkeypatch.setattr(pool_steps, "RowPool", lambda *args: made.append(weakref.ref(new := pool(*args))) or new)
     written(ours, [prompt(30)])
     gc.collect()
     assert [each() for each in made] == [None]

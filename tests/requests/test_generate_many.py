@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.requests import new_pool, pool_steps
+from hf_lowbit_kv.requests import pool_steps
 
 LENGTHS = (7, 33, 130, 300, 64)
 FIXED = {"cache_options": SMALL_PAGES, "prefill_chunk_size": CHUNK, "progress": False}
@@ -431,13 +431,13 @@ def pools(monkeypatch):
     """The pools that were made."""
     made = []
 
-    class Watched(new_pool.RowPool):
+    class Watched(pool_steps.RowPool):
         def __init__(self, *args):
             super().__init__(*args)
             self.bytes = self.memory.nbytes
             made.append(self)
 
-    monkeypatch.setattr(new_pool, "RowPool", Watched)
+    monkeypatch.setattr(pool_steps, "RowPool", Watched)
     return made
 
 

@@ -78,11 +78,11 @@ class Watch:
         def watched(steps, rows):
             out = decode(steps, rows)
             if len(rows) >= self.rows:
-                (ledger,) = steps.pool.ledgers.values()
+                (pool,) = steps.pool.page_pools.values()
                 pages = [page for row in rows for numbers in row.pages.values() for page in numbers]
-                self.rows, self.taken = len(rows), ledger.count - ledger.free
-                self.pages = {page for page in pages if page >= ledger.count}
-                self.own = sum(page < ledger.count for page in pages)
+                self.rows, self.taken = len(rows), pool.count - pool.free
+                self.pages = {page for page in pages if page >= pool.count}
+                self.own = sum(page < pool.count for page in pages)
             return out
 
         monkeypatch.setattr(pool_steps.PoolSteps, "decode", watched)

@@ -9,9 +9,9 @@ from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests import pool_steps, pooled_cache
-from hf_lowbit_kv.requests.page_ledger import PageLedger
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
+from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 
 LENGTHS = (7, 33, 130, 300, 64)
 
@@ -27,7 +27,7 @@ def texts():
 
 
 def all_free(pool: RowPool) -> bool:
-    return not pool.rows and all(ledger.free == ledger.count for ledger in pool.ledgers.values())
+    return not pool.rows and all(pages.free == pages.count for pages in pool.page_pools.values())
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_a_fork_goes_on_by_itself_and_shares_full_pages(model, texts):
     pool, text = steps.pool, texts[3]
     expected = one_row(model, text, new_tokens=40)
     row = pool.enter(len(text) + 60)
-    (ledger,) = pool.ledgers.values()
+    (pages,) = pool.page_pools.values()
     first = read(steps, row, text)
-    before = ledger.free
+    before = pages.free
     forks = [pool.fork(row, len(text) + 60) for _ in range(2)]
-    assert ledger.free == before
+    assert pages.free == before
     for fork, token in zip(forks, (3, 4), strict=True):  # they go other ways
         steps.newest[fork.slot] = token
     answers = [first]
@@ -124,13 +124,14 @@ def test_a_prefix_outlives_its_row(model, texts):
     pool, text = steps.pool, texts[3]
     row = pool.enter(400)
     read(steps, row, text)
+    prefixes = SharedPrefixes(pool, 1)
+    prefixes.keep(row, text.tolist())
     length = pool.prefix_lengths(len(text))[-1]
     assert length == 256
-    prefix = pool.prefix(row, length)
     steps.leave(row)
     poison(pool)
     longer = torch.cat([text[:length], texts[2]])
-    row = pool.enter(500, prefix)
+    row = pool.enter(500, prefixes.find(longer.tolist()))
     assert row.length == length
     answer = [read(steps, row, longer[length:])]
     for _ in range(19):
@@ -138,14 +139,14 @@ def test_a_prefix_outlives_its_row(model, texts):
     assert answer == one_row(model, longer, "dense")
     steps.leave(row)
     assert not all_free(pool)
-    assert pool.drop(prefix) == 8
+    assert prefixes.make_room(8) == 8
     assert all_free(pool)
 
 
 def test_a_row_that_does_not_fit_changes_nothing(model):
     steps = steps_on(model, slots=3, tokens=256, max_length=512)
     pool = steps.pool
-    (ledger,) = pool.ledgers.values()
+    (pages,) = pool.page_pools.values()
     assert not pool.could_ever_fit(400)
     assert pool.could_ever_fit(300)
     row = pool.enter(300)
@@ -153,9 +154,9 @@ def test_a_row_that_does_not_fit_changes_nothing(model):
         pool.enter(200)
     with pytest.raises(ValueError, match="limit=513"):
         pool.enter(513)
-    assert ledger.free == ledger.count  # pages come when they are due
+    assert pages.free == pages.count  # pages come when they are due
     steps.read(row, torch.zeros(200, dtype=torch.long))
-    assert ledger.free < ledger.count
+    assert pages.free < pages.count
     with pytest.raises(ValueError, match="its limit is 300"):
         steps.read(row, torch.zeros(101, dtype=torch.long))
     steps.leave(row)
@@ -236,13 +237,3 @@ def test_a_token_is_left_to_read_behind_a_prefix(model, residual, shared):
     """The token after the prefix, and before it those of the residual, which are not in pages."""
     pool = steps_on(model, "kv4", slots=1, residual=residual).pool
     assert [max(pool.prefix_lengths(tokens), default=0) for tokens in (64, 65)] == [shared - 32, shared]
-
-
-def test_a_page_is_free_when_its_last_holder_drops_it():
-    ledger = PageLedger(2)
-    page = ledger.take()
-    ledger.hold(page)
-    assert not ledger.drop(page)
-    assert ledger.free == 1
-    assert ledger.drop(page)
-    assert ledger.free == 2

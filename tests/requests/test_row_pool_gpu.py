@@ -19,7 +19,7 @@ from hf_lowbit_kv.cache.cache_contents import take
 from hf_lowbit_kv.requests import paged_calls
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
-from hf_lowbit_kv.storage.shared_pages import Holding
+from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 
 pytestmark = [pytest.mark.gpu]
 
@@ -111,11 +111,13 @@ def test_forks_and_prefixes(model, backend):
     first = pool.enter(1024)
     read(steps, first, text, chunk=256)
     length = pool.prefix_lengths(len(text))[-1]
-    prefix = pool.prefix(first, length)
+    prefixes = SharedPrefixes(pool, 1)
+    prefixes.keep(first, text.tolist())
     fork = pool.fork(first, 1024)
     steps.leave(first)
     poison(pool)
-    sharing = pool.enter(1024, prefix)
+    sharing = pool.enter(1024, prefixes.find(text.tolist()))
+    assert sharing.length == length
     close(steps.read(sharing, text[length:]), wanted[0])
     for step, token in enumerate(tokens):
         steps.newest[[fork.slot, sharing.slot]] = token.cuda()
@@ -141,8 +143,7 @@ def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, back
     pool = steps.pool
 
     def enter(which):
-        holding = Holding()
-        contents = take(caches[which], holding)
+        contents = take(caches[which], shared=True)
         return pool.enter(1024, pool.kept([contents.layers[index] for index in sorted(contents.layers)]))
 
     def go_on(rows, first, count):
@@ -153,12 +154,12 @@ def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, back
             for which, row in rows.items():
                 close(logits[row.slot], wanted[which][step])
 
-    (ledger,) = pool.ledgers.values()
+    (pages,) = pool.page_pools.values()
     rows = {0: enter(0), 1: enter(1)}
-    assert ledger.free == ledger.count
+    assert pages.free == pages.count
     go_on(rows, 0, 30)
     steps.leave(rows.pop(0))
-    assert len(ledger.blocks) == 1
+    assert len(pages.attached) == 1
     go_on(rows, 30, 10)
     with torch.no_grad():
         for cache in caches:
@@ -168,7 +169,7 @@ def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, back
     go_on(rows, 40, 20)
     assert all(recorder.count == 1 for recorder in steps._recorders.values()), "every size is recorded once"
     steps.leave(rows.pop(1))
-    assert not ledger.blocks
+    assert not pages.attached
 
 
 # ---- near-ties ----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from cases import SMALL_PAGES, tiny_models
 
 from hf_lowbit_kv.cache.implementation import selected
-from hf_lowbit_kv.requests.new_pool import new_pool
 from hf_lowbit_kv.requests.pool_models import empty_caches
+from hf_lowbit_kv.requests.pool_steps import new_pool
 from hf_lowbit_kv.requests.request import RequestReader
 from hf_lowbit_kv.requests.scheduler import Scheduler
 

@@ -179,6 +179,11 @@ def test_growth_copies_no_page():
     assert torch.equal(read_pages(store.state.pool, store.state.page_table[0, :filled]), before)
 
 
+def _full_entries(store):
+    """bool `[B, P]`: entries of the page table that name a full page."""
+    return torch.arange(store.pages_per_row) < store.state.paged[:, :1] // store.spec.page_size
+
+
 @pytest.mark.parametrize("formats", [("int2-channel", "int2-token"), ("int8-token", "int8-token"), ("dense", "dense")])
 @pytest.mark.parametrize(("capacity", "residual"), [(None, 0), (1000, 32), slow_case(None, 32), slow_case(1000, 0)])
 def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
@@ -194,14 +199,14 @@ def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
             _append(single, k[row : row + 1], v[row : row + 1])
         rows = torch.randint(3, (3,), generator=generator)
         pool = [(block.data_ptr(), block.clone()) for block in store.state.pool]
-        full = store._full_entries(store.state.paged)
+        full = _full_entries(store)
         packed = store.state.page_table[full].unique().long()
         contents = read_pages(store.state.pool, packed)
         store.select_rows(rows)
         separate = [copy.deepcopy(separate[row]) for row in rows.tolist()]
         # full pages stay where they are
         assert [block.data_ptr() for block in store.state.pool] == [pointer for pointer, _ in pool]
-        kept = torch.isin(packed, store.state.page_table[store._full_entries(store.state.paged)].long())
+        kept = torch.isin(packed, store.state.page_table[_full_entries(store)].long())
         assert torch.equal(read_pages(store.state.pool, packed)[kept], contents[kept])
         if not spec.direct:  # an open page is copied; otherwise not a byte of the pool changes
             assert all(torch.equal(block, old) for block, (_, old) in zip(store.state.pool, pool, strict=True))
@@ -245,7 +250,7 @@ def _cropped(store):
 
 
 def _widened(store):
-    store.widen(3)
+    store.widen(store.pages_per_row + 3)
 
 
 def _forked(store):
@@ -266,7 +271,9 @@ def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
         store.reset()
         entries = store.state.page_table.flatten().long()
         assert len(entries.unique()) == len(entries)
-        assert torch.equal(store._page_starts(store.state.pool)[entries], store.state.page_address.flatten())
+        pool = store.state.pool
+        starts = torch.tensor([page.data_ptr() - pool[0].data_ptr() for block in pool for page in block])
+        assert torch.equal(starts[entries], store.state.page_address.flatten())
         k, v = _tokens(3, 900, seed=5)
         _append(store, k, v)
         for row in range(3):

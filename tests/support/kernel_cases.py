@@ -342,8 +342,6 @@ def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fuse
         for store in (ref, dev):
             store.reserve(max(case.lengths) + steps)
     other = copy.deepcopy(dev) if twin else None
-    if other is not None:
-        other._refresh_addresses()
     inputs = random_steps(case, steps, gen)
     here = [step.to(device) for step in inputs]
     outs = [run(launch, case, step, dev) for step in here]

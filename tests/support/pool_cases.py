@@ -26,9 +26,9 @@ def poison(pool: RowPool) -> None:
     for group in pool.memory.groups:
         for window in group.windows:
             window[:, len(pool.rows) :] = float("nan")
-        ledger = pool.ledgers[group.paging]
-        for page in range(ledger.count):
-            if not ledger.holders(page):
+        pages = pool.page_pools[group.paging]
+        for page in range(pages.count):
+            if not pages.references(page):
                 group.pages[:, page] = 255  # NaN in every floating point format
 
 

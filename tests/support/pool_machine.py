@@ -7,6 +7,7 @@ of one row that got all tokens at once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,10 @@ from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.page_pool import PageTables
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
-from hf_lowbit_kv.storage.shared_pages import Holding
 from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.store_forks import fork_stores
 from hf_lowbit_kv.storage.stored_tokens import take_tokens
 
 HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
@@ -30,11 +32,12 @@ KINDS = {
     "dense": ["dense|dense|32|32|32"],
     "no sink": ["int8-token|int4-token|0|32|32"],
     "open page": ["int8-token|int8-token|8|0|32"],
+    "two layers": ["int8-token|int4-token|8|32|32", "int4-channel|int8-token|8|32|32"],
     "two windows": ["int4-channel|int4-token|32|32|32", "int8-token|int8-token|0|0|64"],
 }
 OPERATIONS = (
     *("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room"),
-    *("kept text", "cache", "change the cache"),
+    *("kept text", "cache", "change the cache", "fork the cache"),
 )
 
 
@@ -82,12 +85,18 @@ class Machine:
             self.check(row)
             self._leave(row)
         self.prefixes.clear()
-        assert all(ledger.free == ledger.count for ledger in self.pool.ledgers.values())
-        assert not any(ledger.blocks for ledger in self.pool.ledgers.values()), (
-            "kept texts are attached that no row holds"
+        assert all(pages.free == pages.count for pages in self.pool.page_pools.values())
+        assert not any(pages.attached for pages in self.pool.page_pools.values()), (
+            "texts are attached that no row reads"
         )
-        assert all(len(state.pool) == 1 for state in self.pool.memory.states)
+        own = [{block.untyped_storage().data_ptr() for block in state.pool} for state in self.pool.memory.states]
+        assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
+        for store in (store for stores in self._caches for store in stores):
+            held = store.tables.held.items()
+            assert all((block.references == counts).all() for block, counts in held), (
+                "references of rows or forks are left"
+            )
 
     def run_one(self, operation: Operation) -> None:
         getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
@@ -124,8 +133,8 @@ class Machine:
 
     def _cache(self, operation: Operation) -> None:
         """A row goes on from the present contents of a cache, which may change later."""
-        which, holding = operation.which % 2, Holding()
-        contents = [self._contents(store, holding) for store in self._caches[which]]
+        which = operation.which % 2
+        contents = [self._contents(store, shared=True) for store in self._caches[which]]
         self._go_on(self._cached[which], contents, operation.amount)
 
     def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
@@ -156,6 +165,18 @@ class Machine:
             ops.append(Chunk(None, keys, values), store, "cpu")
         for row in self.pool.rows:
             self.check(row)
+
+    def _fork_the_cache(self, operation: Operation) -> None:
+        """A row goes on from a fork. What it came from is gone afterwards, or the fork is."""
+        which, capacity = operation.which % 2, self._caches[operation.which % 2][0].capacity
+        (fork,) = fork_stores(self._caches[which], capacity)
+        if capacity is None and operation.amount % 3 == 0:  # as beams do
+            for rows in ([0, 0], [1]):
+                for store in fork:
+                    store.select_rows(torch.tensor(rows))
+        self._go_on(self._cached[which], [self._contents(store, shared=True) for store in fork], operation.amount)
+        if operation.amount % 2:
+            self._caches[which] = fork
 
     def _chunk(self, operation: Operation) -> None:
         row = self._row(operation.which)
@@ -213,17 +234,20 @@ class Machine:
 
     def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
         """By layer, a store of one row with these tokens."""
-        stores = []
+        stores: list[PagedStore] = []
+        tables: dict[Hashable, PageTables] = {}
+        sizes = 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity
         for layer in self.layers:
-            store = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity)
+            store = PagedStore(layer.spec, *sizes, tables=tables.get(layer.paging))
+            tables[layer.paging] = store.tables
             store.reserve(2 * LONGEST)
             ops.append(Chunk(None, *self._numbers(ids, 0)), store, "cpu")
             stores.append(store)
         return stores
 
-    def _contents(self, store: PagedStore, holding: Holding | None = None) -> LayerContents:
+    def _contents(self, store: PagedStore, shared: bool = False) -> LayerContents:
         """What a store holds: a copy, or its own pages."""
-        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, holding=holding)
+        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, shared=shared)
         return LayerContents(store.spec, tokens, *sizes, tokens.lengths[0], 0, "packed", [])
 
     # ---- storing and checking -------------------------------------------------------------------------------------
@@ -286,16 +310,14 @@ class Machine:
     def check_ledgers(self) -> None:
         """Pages are held by those who have them, and slots are dense."""
         assert [row.slot for row in self.pool.rows] == list(range(len(self.pool.rows)))
-        for paging, ledger in self.pool.ledgers.items():
-            holders = Counter(page for row in self.pool.rows for page in row.pages[paging])
-            for kept in self.prefixes.kept():
-                holders.update(kept.pages.get(paging, []))
-            assert all(ledger.holders(page) == holders[page] for page in range(ledger.count))
-            assert ledger.free == ledger.count - sum(page < ledger.count for page in holders)
-            of_blocks = Counter(ledger.block_of(page) for page in holders.elements())
-            assert all(block.holders == of_blocks[block] > 0 for block in ledger.blocks)
-            assert len(ledger.blocks) == len(of_blocks) - (None in of_blocks)
+        for paging, pages in self.pool.page_pools.items():
+            references = Counter(page for row in self.pool.rows for page in row.pages[paging])
+            references.update(self.prefixes.numbers())
+            assert all(pages.references(page) == references[page] for page in (*range(pages.count), *references))
+            assert pages.free == pages.count - sum(page < pages.count for page in references)
+            read = {pages.block_of(page) for page in references} - {None}
+            assert set(pages.attached) == read
             specs = [layer.spec for layer in self.layers if layer.paging == paging]
             missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
             promised = sum(max(pages, 0) for pages in missing)  # a kept text's pages may reach further
-            assert promised <= ledger.free, "every row gets the pages that it was promised"
+            assert promised <= pages.free, "every row gets the pages that it was promised"

@@ -85,7 +85,7 @@ class Here:
         self._sockets = sockets
 
     def rows(self) -> int:
-        return len(self.scheduler.sequences)
+        return len(self.scheduler.running)
 
     def steps(self) -> int:
         return self.scheduler.steps.taken

@@ -1,4 +1,4 @@
-"""The contents of one of transformers' own layers: taken out of it, and put into another of another capacity or kind
+"""The contents of a native layer: taken out of it, and put into one of another capacity or kind
 (growing, preallocated)."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import StaticLayer
 
-from .own_layers import RECURRENT, SLIDING, STORES_NOTHING, own_layers
+from .native_layers import RECURRENT, SLIDING, STORES_NOTHING, native_layers
 
 #: the dictionaries of a recurrent layer's tensors, and the names under which `lazy_initialization` takes them
 _STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 
 
-class OwnContents(NamedTuple):
+class NativeContents(NamedTuple):
     """Tensors are the layer's own, or views of them."""
 
     seen: int
@@ -29,30 +29,30 @@ class OwnContents(NamedTuple):
         kept = {} if self.tokens is None else {"keys": self.tokens[0], "values": self.tokens[1]}
         return {**kept, **self.states}
 
-    def to(self, device: torch.device) -> OwnContents:
+    def to(self, device: torch.device) -> NativeContents:
         """The same contents on this device."""
         tokens = None if self.tokens is None else (self.tokens[0].to(device), self.tokens[1].to(device))
         return self._replace(tokens=tokens, states={name: tensor.to(device) for name, tensor in self.states.items()})
 
     @staticmethod
-    def from_tensors(seen: int, tensors: dict[str, torch.Tensor]) -> OwnContents:
+    def from_tensors(seen: int, tensors: dict[str, torch.Tensor]) -> NativeContents:
         states = {name: tensor for name, tensor in tensors.items() if "." in name}
-        return OwnContents(seen, (tensors["keys"], tensors["values"]) if "keys" in tensors else None, states)
+        return NativeContents(seen, (tensors["keys"], tensors["values"]) if "keys" in tensors else None, states)
 
 
-def contents_of(layer: Any) -> OwnContents:
+def contents_of(layer: Any) -> NativeContents:
     """The contents of a layer. Waits for the device."""
     seen, tokens = 0, None
     states: dict[str, torch.Tensor] = {}
-    own_layer: Any = layer
+    native_layer: Any = layer
     if isinstance(layer, STORES_NOTHING):
-        return OwnContents(seen, tokens, states)
-    if getattr(own_layer, "is_initialized", False) and (seen := int(own_layer.get_seq_length())):
-        static, slots = isinstance(layer, StaticLayer), own_layer.keys.shape[-2]
-        count = min(seen, slots if static or not isinstance(layer, SLIDING) else own_layer.sliding_window - 1)
+        return NativeContents(seen, tokens, states)
+    if getattr(native_layer, "is_initialized", False) and (seen := int(native_layer.get_seq_length())):
+        static, slots = isinstance(layer, StaticLayer), native_layer.keys.shape[-2]
+        count = min(seen, slots if static or not isinstance(layer, SLIDING) else native_layer.sliding_window - 1)
         # a preallocated layer fills its slots from the front until it is full
         place = slice(count) if static and seen < slots else slice(slots - count, None)
-        tokens = own_layer.keys[:, :, place], own_layer.values[:, :, place]
+        tokens = native_layer.keys[:, :, place], native_layer.values[:, :, place]
     if isinstance(layer, RECURRENT):
         for name, initialized in _STATES.items():
             states |= {
@@ -60,11 +60,11 @@ def contents_of(layer: Any) -> OwnContents:
                 for i, tensor in getattr(layer, name).items()
                 if getattr(layer, initialized)[i] and layer.has_previous_state[i]
             }
-    return OwnContents(seen, tokens, states)
+    return NativeContents(seen, tokens, states)
 
 
 @torch.inference_mode(False)
-def put_contents(layer: Any, contents: OwnContents) -> None:
+def put_contents(layer: Any, contents: NativeContents) -> None:
     """Copy these contents into an empty layer, into its memory if it has any."""
     if contents.tokens is not None:
         _put_tokens(layer, contents.seen, *contents.tokens)
@@ -100,6 +100,6 @@ def _put_tokens(layer: Any, seen: int, keys: torch.Tensor, values: torch.Tensor)
 
 def resized(layer: Any, config: Any, index: int, max_cache_len: int | None) -> Any:
     """A copy of the cache's layer `index`, for this many tokens (`None`: growing)."""
-    new = own_layers(config, max_cache_len)[index]
+    new = native_layers(config, max_cache_len)[index]
     put_contents(new, contents_of(layer))
     return new

@@ -1,4 +1,4 @@
-"""The layers of a cache that stay transformers' own (sliding, linear, recurrent)."""
+"""Native layers of a cache: those that stay transformers' own (sliding, linear, recurrent)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STORES_NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_ut
 
 
 @torch.inference_mode(False)  # their counters must be writable outside it
-def own_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
+def native_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
     """The layers that transformers itself would make."""
     if max_cache_len is None:
         return list(DynamicCache(config=config).layers)

@@ -1,0 +1,398 @@
+"""Page numbers: which pages are free, how many references the others have, and which pages a row of a batch has.
+
+A full page is never written to, so rows, caches, kept texts and requests share it: each of them has a reference, and a page
+without references is free. Layers with the same paging have the same tokens in pages, so they share numbers and counts, and
+only their memory differs: `Block` i of a pool is item i of the list `LayerState.pool` of each of these layers.
+
+References end with the object that has them, in whatever thread it is collected.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+#: reentrant, because an object may be collected, and release its pages, while another one holds the lock
+_lock = threading.RLock()
+
+
+class Block:
+    """Some pages, and the number of references to each. Layers have memory for them in one tensor each."""
+
+    def __init__(self, pages: int):
+        self.references = np.zeros(pages, dtype=np.int32)
+        self._users: list[weakref.ref[PageHolder]] = []
+
+    def __len__(self) -> int:
+        return len(self.references)
+
+    def __getstate__(self) -> int:
+        return len(self)  # holders that are copied along have their references to the copy
+
+    def __setstate__(self, pages: int) -> None:
+        self.__init__(pages)  # type: ignore[misc]
+
+    @property
+    def owner(self) -> PageHolder | None:
+        """The oldest living user: the memory counts there, and nobody else takes free pages."""
+        with _lock:
+            return next((user for ref in self._users if (user := ref()) is not None), None)
+
+    def join(self, user: PageHolder) -> None:
+        self._users.append(weakref.ref(user, self._users.remove))
+
+
+class PageHolder:
+    """Has references to pages of blocks, until it is collected."""
+
+    def __init__(self) -> None:
+        #: by block, int32 `[pages]`
+        self.held: dict[Block, np.ndarray] = {}
+        weakref.finalize(self, _release, self.held).atexit = False
+
+    def hold(self, held: dict[Block, np.ndarray], uses: bool = True) -> None:
+        """Have these references instead of the present ones.
+
+        Args:
+            uses: whether the blocks' memory may count here.
+        """
+        with _lock:
+            for block, counts in held.items():
+                if block not in self.held:
+                    self.held[block] = np.zeros_like(counts)
+                    if uses:
+                        block.join(self)
+                block.references += counts - self.held[block]
+                self.held[block] = counts
+            for block in [block for block in self.held if block not in held]:
+                block.references -= self.held.pop(block)
+                block._users[:] = [ref for ref in block._users if ref() is not self]
+
+
+def _release(held: dict[Block, np.ndarray]) -> None:
+    with _lock:
+        while held:
+            block, counts = held.popitem()
+            block.references -= counts
+
+
+class KeptPages(PageHolder):
+    """All pages of a block of its own."""
+
+    def __init__(self, pages: int):
+        super().__init__()
+        self.block = Block(pages)
+        self.hold({self.block: np.ones(pages, dtype=np.int32)})
+
+
+# ---- pages of a batch --------------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """What a new version of `PageTables` differs in from the one before it."""
+
+    chosen: np.ndarray | None
+    """int64 `[B]`: row `b` was row `chosen[b]`; `None`: rows are where they were"""
+    entries: tuple[np.ndarray, np.ndarray]
+    """int64 `[n]`, `[n]`: row and column of entries that name another page"""
+    copied: tuple[np.ndarray, np.ndarray]
+    """int64 `[m]`, `[m]`: pages that are not full, and the pages that get their bytes"""
+
+
+class PageTables(PageHolder):
+    """The page numbers of a batch, for all layers of a cache that have the same paging.
+
+    Every entry of `table` names a page. Those before the end of a row's full pages may be shared. All others belong to the row
+    only, because later tokens are packed there. Numbers count through `blocks`. Layers do the same things one by one: the first
+    one of them changes the numbers, and the others follow (`version`).
+
+    Args:
+        rows: sequences of the batch. pages: pages of each.
+    """
+
+    def __init__(self, rows: int, pages: int):
+        super().__init__()
+        self.blocks: list[Block] = []
+        #: int32 `[B, P]`. Never changed in place
+        self.table = np.zeros((rows, 0), dtype=np.int32)
+        self.version = 0
+        self.change = Change(None, _NO_ENTRIES, _NO_ENTRIES)
+        self.widen(pages)
+
+    def __getstate__(self):
+        return self.blocks, self.table, self.version, self.change
+
+    def __setstate__(self, state):
+        PageHolder.__init__(self)
+        self.blocks, self.table, self.version, self.change = state
+        self._count()
+
+    @property
+    def rows(self) -> int:
+        return len(self.table)
+
+    @property
+    def width(self) -> int:
+        """Pages of each row."""
+        return self.table.shape[1]
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether no page is shared, neither by rows nor with others."""
+        with _lock:
+            return all(
+                counts.max(initial=0) <= 1 and (counts == block.references).all() for block, counts in self.held.items()
+            )
+
+    def located(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """int64 each: the block of each of these pages, and its place there."""
+        sizes = np.array([len(block) for block in self.blocks], dtype=np.int64)
+        ends = np.cumsum(sizes)
+        block = np.searchsorted(ends, numbers, side="right")
+        return block, numbers - (ends - sizes)[block]
+
+    def widen(self, pages: int) -> None:
+        """Give every row this many more pages, in one new block."""
+        block, first = Block(self.rows * pages), sum(map(len, self.blocks))
+        new = np.arange(first, first + len(block), dtype=np.int32).reshape(self.rows, pages)
+        self._set([*self.blocks, block], np.concatenate([self.table, new], axis=1))
+
+    def choose(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> None:
+        """Row `b` becomes row `rows[b]`, and shares its full pages. `None`: rows stay. Each entry that names no full page then
+        has a page that no other entry names, with the bytes of the one before it if that has some.
+
+        Args:
+            paged: int64 `[B]`: tokens in pages of each row, as it becomes.
+        """
+        before = self.table if rows is None else self.table[rows]
+        full = np.arange(self.width) < (paged // page_size)[:, None]
+        own = np.full_like(before, -1)
+        own[: self.rows] = self.table[: len(own)]
+        blocks, table = self._owned(self.blocks, np.where(full, before, own), full)
+        opened = (paged % page_size).nonzero()[0]
+        column = paged[opened] // page_size
+        source, target = before[opened, column], table[opened, column]
+        copied = source[source != target].astype(np.int64), target[source != target].astype(np.int64)
+        if rows is not None or not np.array_equal(table, before):
+            self._set(blocks, table, rows, copied)
+
+    def reset(self) -> None:
+        """Nothing is stored: release what others use, and leave blocks that belong to others."""
+        blocks = [block for block in self.blocks if block.owner is self]
+        all_mine = len(blocks) == len(self.blocks)
+        table = self.table if all_mine else np.full_like(self.table, -1)
+        blocks, new = self._owned(blocks, table, np.zeros(table.shape, dtype=bool))
+        if not all_mine or not np.array_equal(new, table):
+            self._set(blocks, new, everything=not all_mine)
+
+    def adopt(self, blocks: Sequence[Block], ids: np.ndarray, lasting: np.ndarray) -> None:
+        """Nothing is stored. Use pages of these blocks.
+
+        Args:
+            ids: int64 `[B, P]`: page numbers through these blocks. lasting: bool `[B, P]`: the entries that name them; all
+                others get pages of a new block, which comes first.
+        """
+        own = int((~lasting).sum())
+        table = np.where(lasting, ids + own, 0).astype(np.int32)
+        table[~lasting] = np.arange(own)
+        self._set([*([Block(own)] if own else []), *blocks], table, everything=True)
+
+    def fork(self, n: int, full: np.ndarray, width: int) -> list[PageTables]:
+        """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row. All their other
+        pages are in a block of each one's own, before the shared blocks."""
+        shared = np.arange(width) < full[:, None]
+        count = max(int((~shared).sum()), 0 if shared.any() else 1)  # without rows, too, there is a block
+        block, place = self.located(self.table)
+        used = np.unique(block[:, :width][shared[:, : self.width]])
+        firsts = np.zeros(len(self.blocks), dtype=np.int64)
+        firsts[used] = count + np.cumsum([0, *(len(self.blocks[each]) for each in used)])[:-1]
+        table = np.zeros(shared.shape, dtype=np.int32)
+        table[~shared] = np.arange((~shared).sum())
+        numbers = (firsts[block] + place)[:, :width]
+        table[shared] = numbers[shared[:, : self.width]]
+        forks = []
+        for _ in range(n):
+            new = PageTables.__new__(PageTables)
+            own = [Block(count)] if count else []
+            new.__setstate__(([*own, *(self.blocks[each] for each in used)], table, 0, self.change))
+            forks.append(new)
+        return forks
+
+    def undo(self, before: tuple) -> None:
+        """Return to an earlier state (`__getstate__`)."""
+        self.blocks, self.table, self.version, self.change = before
+        self._count()
+
+    def _owned(self, blocks: list[Block], table: np.ndarray, full: np.ndarray) -> tuple[list[Block], np.ndarray]:
+        """Blocks and a table in which each entry that is not `full` names a page for itself: its present one if that is
+        possible (-1: it has none), else a free one. A block is added if too few are free."""
+        usable = np.concatenate([np.zeros(0, dtype=bool), *map(self._usable, blocks)])
+        usable[table[full]] = False
+        wanted = ~full
+        ids = table[wanted]
+        place = np.flatnonzero((ids >= 0) & usable[ids] if len(usable) else np.zeros(len(ids), dtype=bool))
+        kept, first = np.unique(ids[place], return_index=True)
+        without = np.ones(len(ids), dtype=bool)
+        without[place[first]] = False
+        usable[kept] = False
+        free, missing = np.flatnonzero(usable), int(without.sum())
+        if len(free) < missing:
+            new = Block(missing - len(free))
+            free = np.concatenate([free, np.arange(len(usable), len(usable) + len(new))])
+            blocks = [*blocks, new]
+        ids[without] = free[:missing]
+        out = table.copy()
+        out[wanted] = ids
+        return blocks, out
+
+    def _usable(self, block: Block) -> np.ndarray:
+        """bool `[pages]`: which pages entries of this table may have for themselves."""
+        with _lock:
+            if block.owner is not self:
+                return np.zeros(len(block), dtype=bool)
+            return block.references == self.held[block]
+
+    def _set(
+        self,
+        blocks: list[Block],
+        table: np.ndarray,
+        chosen: np.ndarray | None = None,
+        copied: tuple[np.ndarray, np.ndarray] | None = None,
+        everything: bool = False,
+    ) -> None:
+        before = self.table if chosen is None else self.table[chosen]
+        changed = np.ones(table.shape, dtype=bool)
+        if not everything and len(before) == len(table):
+            changed[:, : before.shape[1]] = before != table[:, : before.shape[1]]
+        entries = changed.nonzero()
+        self.blocks, self.table, self.version = blocks, table, self.version + 1
+        self.change = Change(chosen, (entries[0], entries[1]), copied or _NO_ENTRIES)
+        self._count()
+
+    def _count(self) -> None:
+        counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.blocks))).astype(np.int32)
+        parts = np.split(counts, np.cumsum([len(block) for block in self.blocks])[:-1])
+        self.hold(dict(zip(self.blocks, parts, strict=True)))
+
+
+_NO_ENTRIES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+
+# ---- pages of requests -------------------------------------------------------------------------------------------------
+
+
+class PagePool(PageHolder):
+    """The page numbers of a pool of rows, for all layers with the same paging. Rows, and prefixes that are remembered, have
+    references to pages. Pages of kept texts and of caches are attached: rows read them where they lie.
+
+    Args:
+        count: pages of the pool, numbered from 0. Attached pages have the numbers after them.
+    """
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count = count
+        #: in the order of numbers; `None`: numbers of a block that is gone
+        self.blocks: list[Block | None] = []
+        self._ends: list[int] = []
+        self._add(Block(count), uses=True)
+
+    def _add(self, block: Block, uses: bool) -> None:
+        self.blocks.append(block)
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(block))
+        self._hold(block, uses)
+
+    def _hold(self, block: Block, uses: bool = False) -> None:
+        self.hold({**self.held, block: np.zeros(len(block), dtype=np.int32)}, uses)
+
+    @property
+    def free(self) -> int:
+        """Number of free pages of the pool."""
+        return self.count - int(np.count_nonzero(self._own.references))
+
+    @property
+    def _own(self) -> Block:
+        assert self.blocks[0] is not None
+        return self.blocks[0]
+
+    def references(self, page: int) -> int:
+        """How many references of rows and prefixes a page has."""
+        place = int(np.searchsorted(self._ends, page, side="right"))
+        block = self.blocks[place]
+        return 0 if block is None else int(self.held[block][page - self.first(place)])
+
+    def take(self, pages: int) -> list[int]:
+        """Take free pages; they have one reference then. Raises `IndexError` if there are too few."""
+        with _lock:
+            taken = np.flatnonzero(self._own.references == 0)[:pages]
+            if len(taken) < pages:
+                raise IndexError(f"pages={pages} are not free: only {len(taken)} are")
+            self._own.references[taken] = self.held[self._own][taken] = 1
+        return taken.tolist()
+
+    def acquire(self, pages: Sequence[int]) -> None:
+        """Add a reference to each of these pages."""
+        self._change(pages, 1)
+
+    def release(self, pages: Sequence[int]) -> int:
+        """Remove a reference to each of these pages. Returns how many of the pool's pages that frees."""
+        before = self.free
+        self._change(pages, -1)
+        return self.free - before
+
+    def _change(self, pages: Sequence[int], change: int) -> None:
+        ids = np.asarray(pages, dtype=np.int64)
+        places = np.searchsorted(self._ends, ids, side="right")
+        with _lock:
+            for place in set(places.tolist()):
+                block, of_block = self.blocks[place], ids[places == place] - self.first(place)
+                assert block is not None
+                for counts in (self.held[block], block.references):
+                    np.add.at(counts, of_block, change)
+                assert (self.held[block][of_block] >= 0).all(), "a free page was released"
+
+    # ---- blocks of others -----------------------------------------------------------------------------------------
+
+    def first(self, place: int) -> int:
+        """The number of the first page of block `place`."""
+        return self._ends[place - 1] if place else 0
+
+    def block_of(self, page: int) -> Block | None:
+        """The attached block of a page; `None`: it is a page of the pool."""
+        return None if page < self.count else self.blocks[int(np.searchsorted(self._ends, page, side="right"))]
+
+    @property
+    def attached(self) -> list[Block]:
+        return [block for block in self.blocks[1:] if block is not None]
+
+    def attach(self, block: Block) -> int:
+        """Number the pages of a block. Returns its place among the blocks."""
+        for place, known in enumerate(self.blocks):
+            if known is None and self._ends[place] - self.first(place) == len(block):
+                self.blocks[place] = block
+                self._hold(block)
+                return place
+        self._add(block, uses=False)
+        return len(self.blocks) - 1
+
+    def detach(self) -> list[int]:
+        """Forget attached blocks to whose pages nothing here has a reference. Returns their places, whose numbers are free
+        for a block of the same size."""
+        places = []
+        for place, block in enumerate(self.blocks):
+            if place and block is not None and not self.held[block].any():
+                self.blocks[place] = None
+                self.hold({each: counts for each, counts in self.held.items() if each is not block})
+                places.append(place)
+        return places
+
+
+def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Numbers on a device. The CPU does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,0 +1,121 @@
+"""Reference counts of pages: whoever has one, and whenever it ends."""
+
+import copy
+import gc
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from hf_lowbit_kv.storage.page_pool import Block, KeptPages, PagePool, PageTables
+
+
+def _references(tables: PageTables) -> list[int]:
+    return np.concatenate([block.references for block in tables.blocks]).tolist()
+
+
+def test_forks_have_references_to_full_pages_until_they_are_collected():
+    """In whatever thread that happens."""
+    tables = PageTables(2, 4)
+    forks = tables.fork(3, np.array([2, 1]), 5)
+    assert tables.table.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert _references(tables) == [4, 4, 1, 1, 4, 1, 1, 1]
+    assert forks[0].table.tolist() == [[7, 8, 0, 1, 2], [11, 3, 4, 5, 6]]
+    for left in (2, 1, 0):
+        thread = threading.Thread(target=forks.pop)
+        thread.start()
+        thread.join()
+        gc.collect()
+        assert _references(tables) == [1 + left, 1 + left, 1, 1, 1 + left, 1, 1, 1]
+
+
+def test_rows_share_full_pages_and_no_others():
+    """Random rows are chosen: entries before a row's end name the pages of the row it was, all others belong to one entry."""
+    generator = np.random.default_rng(0)
+    tables = PageTables(4, 6)
+    paged = np.zeros(4, dtype=np.int64)
+    fork, fork_full = None, np.zeros(4, dtype=np.int64)
+    for step in range(200):
+        paged = np.minimum(paged + generator.integers(0, 12, 4), 6 * 16)
+        rows = generator.integers(0, 4, 4)
+        before, full = tables.table[rows], np.arange(6) < (paged[rows] // 16)[:, None]
+        tables.choose(paged[rows], 16, rows)
+        paged = paged[rows]
+        assert (tables.table == before)[full].all()
+        own = tables.table[~full]
+        assert len(np.unique(own)) == len(own)
+        assert not np.isin(own, tables.table[full]).any()
+        if fork is not None:  # nor to a page of the fork
+            shared = fork.table[np.arange(6) < fork_full[:, None]]
+            block, place = fork.located(shared)
+            kept = {(id(fork.blocks[b]), p) for b, p in zip(block.tolist(), place.tolist(), strict=True)}
+            block, place = tables.located(own)
+            assert kept.isdisjoint(
+                (id(tables.blocks[b]), p) for b, p in zip(block.tolist(), place.tolist(), strict=True)
+            )
+        if step % 40 == 20:
+            fork_full = paged // 16
+            (fork,) = tables.fork(1, fork_full, 6)
+        if step % 40 == 39:
+            paged = np.zeros(4, dtype=np.int64)
+            tables.reset()
+    assert sum(map(len, tables.blocks)) <= 2 * 4 * 6
+
+
+def test_a_copy_has_references_of_its_own():
+    tables = PageTables(1, 3)
+    (fork,) = tables.fork(1, np.array([2]), 3)
+    for new in (copy.deepcopy(fork), pickle.loads(pickle.dumps(fork))):
+        assert _references(tables) == [2, 2, 1]
+        assert _references(new) == [1, 1, 1, 0]
+        assert all(block.owner is new for block in new.blocks)
+
+
+def test_a_block_belongs_to_its_oldest_living_user():
+    kept = KeptPages(3)
+    one, other = (PageTables(1, 1) for _ in range(2))
+    for tables in (one, other):
+        tables.adopt([kept.block], np.array([[0, 1]]), np.array([[True, True]]))
+    block = kept.block
+    assert block.owner is kept
+    assert block.references.tolist() == [3, 3, 1]
+    del kept
+    assert block.owner is one
+    del one, tables
+    assert block.owner is other
+    assert block.references.tolist() == [1, 1, 0]
+    other.reset()  # and may now use all of it
+    assert other.table.tolist() == [[0, 1]]
+    assert len(other.blocks) == 1
+
+
+def test_numbers_of_attached_blocks_stay_and_are_used_again():
+    """A thousand texts come and go, three at a time: page numbers do not grow with them."""
+    pages, generator, held = PagePool(8), random.Random(0), []
+    for _ in range(1000):
+        block = Block(generator.randint(1, 5))
+        first = pages.first(pages.attach(block))
+        numbers = list(range(first, first + len(block)))
+        pages.acquire(numbers)
+        held.append((block, numbers))
+        assert all(pages.block_of(page) is each for each, of_block in held for page in of_block)
+        if len(held) == 3:
+            gone, numbers = held.pop(generator.randrange(3))
+            assert pages.release(numbers) == 0
+            assert gone not in pages.attached or pages.detach()
+    assert numbers[-1] < 8 + 3 * (1 + 2 + 3 + 4 + 5)
+    assert pages.free == 8
+
+
+def test_a_page_of_the_pool_is_free_without_references():
+    pages = PagePool(2)
+    (page,) = pages.take(1)
+    pages.acquire([page])
+    assert pages.release([page]) == 0
+    assert pages.free == 1
+    assert pages.release([page]) == 1
+    assert pages.free == 2
+    with pytest.raises(IndexError, match="only 2 are"):
+        pages.take(3)
