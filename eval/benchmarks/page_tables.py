@@ -96,8 +96,9 @@ column names another number. An empty side has no record.
 
 
 def _of(heads: Mapping[str, str], cells: Collection[tuple]) -> dict[str, str]:
-    """The heads of columns that have a cell."""
-    return {name: head for name, head in heads.items() if any(key[-1] == name for key in cells)}
+    """The heads of columns that have a cell in at least half of the rows."""
+    rows = len({key[:-1] for key in cells})
+    return {name: head for name, head in heads.items() if 2 * sum(key[-1] == name for key in cells) >= rows}
 
 
 def _decode_cell(by_backend: Record) -> str:
