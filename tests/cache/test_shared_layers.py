@@ -4,6 +4,7 @@ cache, whatever part of a prompt the later layers read, and nothing is stored be
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -43,10 +44,18 @@ MODELS = {
     },
 }
 OPTIONS = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+IDS, MASK = left_padded(2, 90)
+LONG = {**OPTIONS, "attention_mask": MASK, "max_new_tokens": 40}
 
 
 def models(name="gemma4_text", **changes):
     return tiny_models(name.split()[0], **{**MODELS[name], **changes})
+
+
+@functools.cache
+def truth_of(name="gemma4_text", beams=1):
+    """40 tokens after `IDS`, from transformers' own cache."""
+    return models(name)[1].generate(IDS, **LONG, num_beams=beams)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +73,10 @@ def same(ours, theirs):
 @pytest.mark.parametrize("max_cache_len", [None, 160])
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_generate(name, max_cache_len, chunk):
-    ours, theirs = models(name)
-    ids, mask = left_padded(2, 90)
-    options = {**OPTIONS, "attention_mask": mask, "max_new_tokens": 40}
-    want = theirs.generate(ids, **options)
+    ours, _ = models(name)
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, **SMALL_PAGES)
-    if chunk is not None:
-        options["prefill_chunk_size"] = chunk
-    same(ours.generate(ids, **options, **as_argument(cache)), want)
+    options = LONG if chunk is None else {**LONG, "prefill_chunk_size": chunk}
+    same(ours.generate(IDS, **options, **as_argument(cache)), truth_of(name))
     held = [layer.store.state.paged.max() for layer in cache.packed_layers]
     assert min(held) == 96  # the layers that attend to others' tokens hold none
 
@@ -81,17 +86,16 @@ def test_generate(name, max_cache_len, chunk):
 )
 def test_ways_to_generate(gemma, way, beams, monkeypatch):
     graphs = in_place_of_graphs(monkeypatch) if way == "recorded" else []
-    (ours, theirs), (ids, mask) = gemma, left_padded(2, 90)
-    options = {**OPTIONS, "attention_mask": mask, "max_new_tokens": 40, "num_beams": beams}
+    ours, options = gemma[0], {**LONG, "num_beams": beams}
     if way == "lb.enable":
         with lb.enable(ours, "dense", **SMALL_PAGES):
-            out = ours.generate(ids, **options)
+            out = ours.generate(IDS, **options)
     elif way == "growing":
-        out = ours.generate(ids, **options, **as_argument(lb.from_preset("dense", ours, **SMALL_PAGES)))
+        out = ours.generate(IDS, **options, **as_argument(lb.from_preset("dense", ours, **SMALL_PAGES)))
     else:
-        out = lb.generate(ours, ids, preset="dense", cache_options=SMALL_PAGES, progress=False, **options)
+        out = lb.generate(ours, IDS, preset="dense", cache_options=SMALL_PAGES, progress=False, **options)
     lb.release(ours)
-    same(out, theirs.generate(ids, **options))
+    same(out, truth_of(beams=beams))
     assert bool(sum(graph.replays for graph in graphs)) == (way == "recorded")
 
 
