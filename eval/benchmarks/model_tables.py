@@ -105,7 +105,7 @@ def mean(records: Mapping[str, Any], key: str) -> float:
 
 def front_points(group: Sequence[str]) -> list[Point]:
     """Measured presets of a group that no other preset of the group beats, most bits first."""
-    measured, speeds = accuracy(4096), _speeds(RESULTS / "decode-nvidia-h200.jsonl")
+    measured, speeds = accuracy(4096), _speeds(RESULTS / "decode-nvidia-h100-80gb-hbm3.jsonl")
     points = [
         Point(
             name,
@@ -138,8 +138,8 @@ LOSS = {
 }
 #: contexts, and the texts that were read at each of them
 LONG_TEXTS = (
-    (4096, ("prose", "transcript", "code")),
-    (16384, ("prose", "transcript", "code")),
+    (16384, ("prose", "transcript", "code", "wiki")),
+    (4096, ("prose",)),
     (32768, ("prose",)),
 )
 
@@ -157,7 +157,7 @@ def models_table() -> str:
             complete = all(text in measured for text in texts)
             row.append(f"{mean({text: measured[text] for text in texts}, 'kl'):.4f}" if complete else "")
         rows.append((mean(records, "bits_per_value"), row))
-    longer = (f"KL, {context // 1024}k ({', '.join(texts)})" for context, texts in LONG_TEXTS)
+    longer = (f"KL, {context // 1024}k" + (", prose" if len(texts) == 1 else "") for context, texts in LONG_TEXTS)
     rows.sort(key=lambda item: -item[0])
     return markdown_table(("preset", "bits", *LOSS, *longer), (row for _, row in rows))
 
