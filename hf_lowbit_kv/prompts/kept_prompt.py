@@ -12,7 +12,7 @@ from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, 
 from ..cache.model_positions import joined_positions
 from ..cache.native_layer_contents import NativeContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import Block, KeptPages
+from ..storage.page_pool import Block, PinnedPages
 from ..storage.paged_store import read_pages
 from ..storage.stored_tokens import StoredTokens
 
@@ -31,7 +31,7 @@ class Segment:
     def _set(self, pages: dict[int, torch.Tensor]) -> None:
         self.pages = pages
         # this comes before any cache uses them, so that no cache takes one of the pages as free
-        self._counts = {self._paging[index]: KeptPages(len(block)) for index, block in pages.items()}
+        self._counts = {self._paging[index]: PinnedPages(len(block)) for index, block in pages.items()}
 
     def block_of(self, index: int) -> Block:
         """The counts of a layer's pages."""
