@@ -88,43 +88,38 @@ def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     ]
 
 
-def take_layer(layer: LowBitLayer, shared: bool = False) -> LayerContents:
-    """Copy the contents of a packed layer. shared: see `take_tokens`."""
-    store = layer.store
-    assert store is not None
-    padding = [(int(start), mask) for start, mask in layer._padding._noted]
-    sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
-    counts = layer.length.ask(), layer._in_tail, layer._mode or "packed"
-    return LayerContents(store.spec, take_tokens(store, shared=shared), *sizes, *counts, padding)
-
-
 @torch.inference_mode(False)
-def take(cache: Any, shared: bool = False) -> CacheContents:
+def take(cache: Any, shared: bool = False, row: int | None = None, first_page: int = 0) -> CacheContents:
     """Copy the contents of a cache. Waits for the device.
 
     Args:
-        shared: see `take_tokens`.
+        shared, first_page: see `take_tokens`. row: only this one, without padding.
 
     Raises:
         OverrunError: tokens are lost. RuntimeError: the last forward pass was interrupted.
     """
     cache.check_overrun()
     cache._check_whole()
+    rows = slice(None) if row is None else slice(row, row + 1)
     packed, native_layers = dict[int, LayerContents](), dict[int, NativeContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
-            contents = contents_of(layer)
-            native_layers[index] = contents._replace(
-                tokens=None if contents.tokens is None else (contents.tokens[0].clone(), contents.tokens[1].clone()),
-                states={name: x.clone() for name, x in contents.states.items()},
-            )
-        elif layer.store is not None and layer.length.ask():
-            packed[index] = take_layer(layer, shared)
-    positions = None if cache.positions.values is None else dict(cache.positions.values)
+            seen, tokens, states = contents_of(layer)
+            copies = None if tokens is None else (tokens[0][rows].clone(), tokens[1][rows].clone())
+            native_layers[index] = NativeContents(seen, copies, {name: x[rows].clone() for name, x in states.items()})
+        elif (store := layer.store) is not None and layer.length.ask():
+            of_layer = take_tokens(store, None if row is None else [row], first_page, shared)
+            sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
+            counts = layer.length.ask(), layer._in_tail, layer._mode or "packed"
+            padding = [(int(start), mask) for start, mask in layer._padding._noted] if row is None else []
+            packed[index] = LayerContents(store.spec, of_layer, *sizes, *counts, padding)
+    values = cache.positions.values
+    if row is not None:
+        return CacheContents(packed, native_layers, None, cache.positions.of_rows([row]))
     read = None
     if packed and (lengths := cache.read_lengths) is not None:
         read = lengths.first_read(cache), lengths.whole(cache) is None
-    return CacheContents(packed, native_layers, cache.text, positions, read)
+    return CacheContents(packed, native_layers, cache.text, None if values is None else dict(values), read)
 
 
 @torch.no_grad()

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, whole_pages
-from ..cache.low_bit_layer import LowBitLayer
-from ..cache.model_positions import Values, joined_positions
-from ..cache.native_layer_contents import NativeContents, contents_of
+from ..cache.model_positions import joined_positions
+from ..cache.native_layer_contents import NativeContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import Block, KeptPages
+from ..storage.page_pool import Block, PinnedPages
 from ..storage.paged_store import read_pages
-from ..storage.stored_tokens import Pair, StoredTokens, take_tokens
+from ..storage.stored_tokens import StoredTokens
 
 
 class Segment:
@@ -32,7 +31,7 @@ class Segment:
     def _set(self, pages: dict[int, torch.Tensor]) -> None:
         self.pages = pages
         # this comes before any cache uses them, so that no cache takes one of the pages as free
-        self._counts = {self._paging[index]: KeptPages(len(block)) for index, block in pages.items()}
+        self._counts = {self._paging[index]: PinnedPages(len(block)) for index, block in pages.items()}
 
     def block_of(self, index: int) -> Block:
         """The counts of a layer's pages."""
@@ -52,16 +51,8 @@ class Segment:
         self._set({index: block[:count].clone() for index, block in self.pages.items()})
 
 
-@dataclass
-class LayerOfPrompt:
-    """The window of one packed layer, for one row."""
-
-    spec: LayerSpec
-    sizes: tuple[int, tuple[int, int], torch.dtype]
-    """KV heads, widths of the two streams, dtype"""
-    paged: int
-    sink: Pair
-    tail: Pair
+#: segments, and how many pages of each
+Shared = Sequence[tuple[Segment, int]]
 
 
 @dataclass(eq=False)
@@ -70,32 +61,49 @@ class KeptPrompt:
 
     Attributes:
         seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
-        segments: pages in order; for each segment, how many of its pages belong to this text. native_layers: their
-            contents, one row.
+        segments: pages in order; for each segment, how many of its pages belong to this text. contents: all else, one row.
     """
 
     seed: str
     ids: torch.Tensor
     segments: list[tuple[Segment, int]]
-    layers: dict[int, LayerOfPrompt]
-    native_layers: dict[int, NativeContents]
+    contents: CacheContents
     header: dict[str, Any]
     """what a file of it says of model and cache"""
-    positions: Values | None = None
-    """those that the model keeps outside of its cache, one row"""
+
+    @staticmethod
+    def of(
+        seed: str, ids: torch.Tensor, contents: CacheContents, header: dict[str, Any], shared: Shared = ()
+    ) -> KeptPrompt:
+        """A text whose first pages are in `shared` already, and all others in one block of each layer."""
+        pages = {index: layer.tokens.blocks[0] for index, layer in contents.layers.items()}
+        segment = Segment(pages, {index: layer.spec.paging for index, layer in contents.layers.items()})
+        segments = list(shared)
+        if segment.count or not segments:  # an empty one has the shapes of pages, for a file
+            segments.append((segment, segment.count))
+        layers = {index: x._replace(tokens=x.tokens._replace(blocks=[])) for index, x in contents.layers.items()}
+        return KeptPrompt(seed, ids, segments, contents._replace(layers=layers), header)
+
+    @property
+    def native_layers(self) -> dict[int, NativeContents]:
+        return self.contents.native_layers
+
+    @property
+    def paging(self) -> list[tuple[LayerSpec, int]]:
+        """For each packed layer, its spec and how many tokens are in pages."""
+        return [(layer.spec, layer.tokens.paged[0]) for layer in self.contents.layers.values()]
 
     @property
     def window_bytes(self) -> int:
-        pairs = [pair for layer in self.layers.values() for pair in (layer.sink, layer.tail)]
-        tensors = [x for pair in pairs for x in pair] + [
-            x for contents in self.native_layers.values() for x in contents.tensors().values()
-        ]
-        return sum(x.nbytes for x in tensors)
+        windows = [x for layer in self.contents.layers.values() for x in layer.tokens.tensors()]
+        return sum(x.nbytes for x in windows) + sum(
+            x.nbytes for contents in self.native_layers.values() for x in contents.tensors().values()
+        )
 
     @property
     def paged_end(self) -> int:
         """Tokens up to the end of the pages, in the layer where that is furthest. All later tokens are in tails."""
-        return max(layer.spec.sink + layer.paged for layer in self.layers.values())
+        return max(spec.sink + paged for spec, paged in self.paging)
 
     def matches(self, ids: torch.Tensor) -> int:
         """Length of the common prefix of this text and `ids` `[n]`."""
@@ -106,7 +114,7 @@ def usable(prompt: KeptPrompt, match: int) -> int:
     """How many tokens of a match can be restored from pages only. 0 if native layers need the exact end."""
     if prompt.native_layers:
         return 0
-    return whole_pages(((layer.spec, layer.paged) for layer in prompt.layers.values()), match)
+    return whole_pages(prompt.paging, match)
 
 
 def pages_in_common(prompt: KeptPrompt, match: int, paged: Sequence[int]) -> int:
@@ -115,19 +123,19 @@ def pages_in_common(prompt: KeptPrompt, match: int, paged: Sequence[int]) -> int
     Args:
         paged: by packed layer, tokens of the row in pages.
     """
-    specs = [layer.spec for layer in prompt.layers.values()]
+    specs, of_prompt = zip(*prompt.paging, strict=True)
     if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
         return 0
     sink, size = specs[0].sink, specs[0].page_size
-    return max(min(match - sink, *paged, *(layer.paged for layer in prompt.layers.values())), 0) // size
+    return max(min(match - sink, *paged, *of_prompt), 0) // size
 
 
 @torch.no_grad()
 def equal_pages(prompt: KeptPrompt, cache: Any, row: int, count: int) -> int:
     """How many of the first `count` pages of a kept text and of a cache's row have the same bytes in all layers. Texts that
     were cut into other chunks have other bytes. Waits for the device."""
-    stores = {index: cache.layers[index].store for index in prompt.layers}
-    if not count or any(store.spec != prompt.layers[index].spec for index, store in stores.items()):
+    stores = {index: cache.layers[index].store for index in prompt.contents.layers}
+    if not count or any(store.spec != prompt.contents.layers[index].spec for index, store in stores.items()):
         return 0
     index, store = next(iter(stores.items()))
     kept = [(segment.pages[index], pages) for segment, pages in prompt.segments]
@@ -142,56 +150,26 @@ def equal_pages(prompt: KeptPrompt, cache: Any, row: int, count: int) -> int:
     return first + int(equal.long().cumprod(0).sum())
 
 
-@torch.no_grad()
-@torch.inference_mode(False)
-def take_prompt(
-    cache: Any, row: int, ids: torch.Tensor, seed: str, header: dict[str, Any], shared: Sequence[tuple[Segment, int]]
-) -> KeptPrompt:
-    """Copy the contents of a cache's row, except for pages that are in `shared` already."""
-    first = sum(count for _, count in shared)
-    layers, pages = dict[int, LayerOfPrompt](), dict[int, torch.Tensor]()
-    native_layers = dict[int, NativeContents]()
-    for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, LowBitLayer):
-            contents = contents_of(layer)
-            tokens = contents.tokens
-            native_layers[index] = NativeContents(
-                contents.seen,
-                None if tokens is None else (tokens[0][row : row + 1].clone(), tokens[1][row : row + 1].clone()),
-                {name: x[row : row + 1].clone() for name, x in contents.states.items()},
-            )
-            continue
-        store = layer.store
-        assert store is not None
-        taken = take_tokens(store, [row], first)
-        pages[index] = taken.blocks[0]
-        sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
-        layers[index] = LayerOfPrompt(store.spec, sizes, taken.paged[0], taken.sinks[0], taken.tails[0])
-    segment = Segment(pages, {index: layer.spec.paging for index, layer in layers.items()})
-    segments = list(shared)
-    if segment.count or not segments:  # an empty one has the shapes of pages, for a file
-        segments.append((segment, segment.count))
-    return KeptPrompt(seed, ids, segments, layers, native_layers, header, cache.positions.of_rows([row]))
-
-
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> CacheContents:
     """The contents for a cache with these rows: the first `tokens` tokens of each, see `StoredTokens.first`; `None`: all."""
-    layers = {index: _layer(prompts, index, tokens) for index in prompts[0].layers}
+    layers = {index: _layer(prompts, index, tokens) for index in prompts[0].contents.layers}
     native_layers = {
         index: _joined([prompt.native_layers[index] for prompt in prompts]) for index in prompts[0].native_layers
     }
-    return CacheContents(layers, native_layers, None, joined_positions([prompt.positions for prompt in prompts]))
+    return CacheContents(
+        layers, native_layers, None, joined_positions([prompt.contents.positions for prompt in prompts])
+    )
 
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
-    parts = [prompt.layers[index] for prompt in prompts]
-    spec, sizes = parts[0].spec, parts[0].sizes
+    parts = [prompt.contents.layers[index].tokens for prompt in prompts]
+    like, spec = prompts[0].contents.layers[index], prompts[0].contents.layers[index].spec
     blocks: list[torch.Tensor] = []
     counts: list[Block] = []
     first: dict[int, int] = {}
     rows = []
     for prompt, part in zip(prompts, parts, strict=True):
-        left, ids = -(-part.paged // spec.page_size), []
+        left, ids = -(-part.paged[0] // spec.page_size), []
         for segment, pages in prompt.segments:
             block = segment.pages[index]
             if id(block) not in first:
@@ -205,12 +183,13 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for row, ids_of_row in enumerate(rows):
         table[row, : len(ids_of_row)] = ids_of_row
-    windows = [part.sink for part in parts], [part.tail for part in parts]
-    stored = StoredTokens(blocks, table, [part.paged for part in parts], *windows, counts)
+    windows = [part.sinks[0] for part in parts], [part.tails[0] for part in parts]
+    stored = StoredTokens(blocks, table, [part.paged[0] for part in parts], *windows, counts)
     if tokens is not None:
         stored = stored.first(tokens, spec)
     in_tail = min(tail[0].shape[1] for tail in stored.tails)
-    return LayerContents(spec, stored, *sizes, max(stored.lengths), min(in_tail, spec.residual), "packed", [])
+    seen, in_tail = max(stored.lengths), min(in_tail, spec.residual)
+    return like._replace(tokens=stored, seen=seen, in_tail=in_tail, mode="packed")
 
 
 def _joined(rows: Sequence[NativeContents]) -> NativeContents:

@@ -16,7 +16,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.summary import Summary, table
 from ..storage.content_digests import fingerprint_digest, fingerprint_of
-from .kept_prompt import KeptPrompt, Segment, contents_for, equal_pages, pages_in_common, take_prompt, usable
+from .kept_prompt import KeptPrompt, Segment, contents_for, equal_pages, pages_in_common, usable
 from .prompt_folder import PromptFolder
 
 
@@ -244,7 +244,8 @@ class PrefixStore:
                 self._prompts.remove(prompt)  # the new text continues it
                 continued.append(prompt)
         shared = [] if alike is None else _first_pages(alike.segments, equal_pages(alike, cache, row, most))
-        self._prompts.append(take_prompt(cache, row, ids, key.digest, key.header, shared))
+        contents = cache_contents.take(cache, row=row, first_page=sum(pages for _, pages in shared))
+        self._prompts.append(KeptPrompt.of(key.digest, ids, contents, key.header, shared))
         for prompt in continued:
             self._trim(prompt)
 
@@ -331,7 +332,7 @@ def _first_pages(segments: list[tuple[Segment, int]], pages: int) -> list[tuple[
 
 
 def _device_of(prompt: KeptPrompt) -> torch.device:
-    return next(iter(prompt.layers.values())).sink[0].device
+    return next(iter(prompt.contents.layers.values())).tokens.sinks[0][0].device
 
 
 def _bytes(name: str, size: int | str) -> int:

@@ -19,7 +19,7 @@ from ..cache import saved_cache
 from ..cache.cache_contents import common_prefix
 from ..storage.paged_store import read_pages
 from ..storage.process_stamps import ReadOnce
-from .kept_prompt import KeptPrompt, LayerOfPrompt, Segment, contents_for
+from .kept_prompt import KeptPrompt, contents_for
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
@@ -158,16 +158,10 @@ class PromptFolder:
 
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:
     contents, more = saved_cache.contents_in(description, tensors), description["more"]
-    layers, pages = {}, {}
     for index, layer in contents.layers.items():
-        tokens = layer.tokens
-        (block,), ids = tokens.blocks, tokens.table[0]
-        in_order = torch.equal(ids, torch.arange(len(block)))
-        pages[index] = block if in_order else read_pages([block], ids.to(block.device))
-        sizes = layer.heads, layer.widths, layer.dtype
-        layers[index] = LayerOfPrompt(layer.spec, sizes, tokens.paged[0], tokens.sinks[0], tokens.tails[0])
-    segment = Segment(pages, {index: layer.spec.paging for index, layer in layers.items()})
-    header, ids = saved_cache.header_in(description, tensors), torch.tensor(more["ids"])
-    return KeptPrompt(
-        more["seed"], ids, [(segment, segment.count)], layers, contents.native_layers, header, contents.positions
-    )
+        (block,), ids = layer.tokens.blocks, layer.tokens.table[0]
+        if not torch.equal(ids, torch.arange(len(block))):
+            in_order = [read_pages([block], ids.to(block.device))]
+            contents.layers[index] = layer._replace(tokens=layer.tokens._replace(blocks=in_order))
+    header = saved_cache.header_in(description, tensors)
+    return KeptPrompt.of(more["seed"], torch.tensor(more["ids"]), contents, header)

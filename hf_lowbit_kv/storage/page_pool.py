@@ -26,7 +26,7 @@ class Block:
 
     def __init__(self, pages: int):
         self.references = np.zeros(pages, dtype=np.int32)
-        self._users: list[weakref.ref[PageHolder]] = []
+        self._users: list[weakref.ref[PageUser]] = []
 
     def __len__(self) -> int:
         return len(self.references)
@@ -38,56 +38,56 @@ class Block:
         self.__init__(pages)  # type: ignore[misc]
 
     @property
-    def owner(self) -> PageHolder | None:
+    def owner(self) -> PageUser | None:
         """The oldest living user: the memory counts there, and nobody else takes free pages."""
         with _lock:
-            return next((user for ref in self._users if (user := ref()) is not None), None)
+            return next((user for ref in tuple(self._users) if (user := ref()) is not None), None)
 
-    def join(self, user: PageHolder) -> None:
+    def join(self, user: PageUser) -> None:
         self._users.append(weakref.ref(user, self._users.remove))
 
 
-class PageHolder:
+class PageUser:
     """Has references to pages of blocks, until it is collected."""
 
     def __init__(self) -> None:
         #: by block, int32 `[pages]`
-        self.held: dict[Block, np.ndarray] = {}
-        weakref.finalize(self, _release, self.held).atexit = False
+        self.acquired: dict[Block, np.ndarray] = {}
+        weakref.finalize(self, _release, self.acquired).atexit = False
 
-    def hold(self, held: dict[Block, np.ndarray], uses: bool = True) -> None:
+    def set_references(self, acquired: dict[Block, np.ndarray], uses: bool = True) -> None:
         """Have these references instead of the present ones.
 
         Args:
             uses: whether the blocks' memory may count here.
         """
         with _lock:
-            for block, counts in held.items():
-                if block not in self.held:
-                    self.held[block] = np.zeros_like(counts)
+            for block, counts in acquired.items():
+                if block not in self.acquired:
+                    self.acquired[block] = np.zeros_like(counts)
                     if uses:
                         block.join(self)
-                block.references += counts - self.held[block]
-                self.held[block] = counts
-            for block in [block for block in self.held if block not in held]:
-                block.references -= self.held.pop(block)
+                block.references += counts - self.acquired[block]
+                self.acquired[block] = counts
+            for block in [block for block in self.acquired if block not in acquired]:
+                block.references -= self.acquired.pop(block)
                 block._users[:] = [ref for ref in block._users if ref() is not self]
 
 
-def _release(held: dict[Block, np.ndarray]) -> None:
+def _release(acquired: dict[Block, np.ndarray]) -> None:
     with _lock:
-        while held:
-            block, counts = held.popitem()
+        while acquired:
+            block, counts = acquired.popitem()
             block.references -= counts
 
 
-class KeptPages(PageHolder):
+class PinnedPages(PageUser):
     """All pages of a block of its own."""
 
     def __init__(self, pages: int):
         super().__init__()
         self.block = Block(pages)
-        self.hold({self.block: np.ones(pages, dtype=np.int32)})
+        self.set_references({self.block: np.ones(pages, dtype=np.int32)})
 
 
 # ---- pages of a batch --------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class Change(NamedTuple):
     """int64 `[m]`, `[m]`: pages that are not full, and the pages that get their bytes"""
 
 
-class PageTables(PageHolder):
+class PageTables(PageUser):
     """The page numbers of a batch, for all layers of a cache that have the same paging.
 
     Every entry of `table` names a page. Those before the end of a row's full pages may be shared. All others belong to the row
@@ -128,7 +128,7 @@ class PageTables(PageHolder):
         return self.blocks, self.table, self.version, self.change
 
     def __setstate__(self, state):
-        PageHolder.__init__(self)
+        PageUser.__init__(self)
         self.blocks, self.table, self.version, self.change = state
         self._count()
 
@@ -146,7 +146,8 @@ class PageTables(PageHolder):
         """Whether no page is shared, neither by rows nor with others."""
         with _lock:
             return all(
-                counts.max(initial=0) <= 1 and (counts == block.references).all() for block, counts in self.held.items()
+                counts.max(initial=0) <= 1 and (counts == block.references).all()
+                for block, counts in self.acquired.items()
             )
 
     def located(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -255,7 +256,7 @@ class PageTables(PageHolder):
         with _lock:
             if block.owner is not self:
                 return np.zeros(len(block), dtype=bool)
-            return block.references == self.held[block]
+            return block.references == self.acquired[block]
 
     def _set(
         self,
@@ -277,7 +278,7 @@ class PageTables(PageHolder):
     def _count(self) -> None:
         counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.blocks))).astype(np.int32)
         parts = np.split(counts, np.cumsum([len(block) for block in self.blocks])[:-1])
-        self.hold(dict(zip(self.blocks, parts, strict=True)))
+        self.set_references(dict(zip(self.blocks, parts, strict=True)))
 
 
 _NO_ENTRIES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -286,7 +287,7 @@ _NO_ENTRIES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 # ---- pages of requests -------------------------------------------------------------------------------------------------
 
 
-class PagePool(PageHolder):
+class PagePool(PageUser):
     """The page numbers of a pool of rows, for all layers with the same paging. Rows, and prefixes that are remembered, have
     references to pages. Pages of kept texts and of caches are attached: rows read them where they lie.
 
@@ -308,7 +309,7 @@ class PagePool(PageHolder):
         self._hold(block, uses)
 
     def _hold(self, block: Block, uses: bool = False) -> None:
-        self.hold({**self.held, block: np.zeros(len(block), dtype=np.int32)}, uses)
+        self.set_references({**self.acquired, block: np.zeros(len(block), dtype=np.int32)}, uses)
 
     @property
     def free(self) -> int:
@@ -324,7 +325,7 @@ class PagePool(PageHolder):
         """How many references of rows and prefixes a page has."""
         place = int(np.searchsorted(self._ends, page, side="right"))
         block = self.blocks[place]
-        return 0 if block is None else int(self.held[block][page - self.first(place)])
+        return 0 if block is None else int(self.acquired[block][page - self.first(place)])
 
     def take(self, pages: int) -> list[int]:
         """Take free pages; they have one reference then. Raises `IndexError` if there are too few."""
@@ -332,7 +333,7 @@ class PagePool(PageHolder):
             taken = np.flatnonzero(self._own.references == 0)[:pages]
             if len(taken) < pages:
                 raise IndexError(f"pages={pages} are not free: only {len(taken)} are")
-            self._own.references[taken] = self.held[self._own][taken] = 1
+            self._own.references[taken] = self.acquired[self._own][taken] = 1
         return taken.tolist()
 
     def acquire(self, pages: Sequence[int]) -> None:
@@ -352,9 +353,9 @@ class PagePool(PageHolder):
             for place in set(places.tolist()):
                 block, of_block = self.blocks[place], ids[places == place] - self.first(place)
                 assert block is not None
-                for counts in (self.held[block], block.references):
+                for counts in (self.acquired[block], block.references):
                     np.add.at(counts, of_block, change)
-                assert (self.held[block][of_block] >= 0).all(), "a free page was released"
+                assert (self.acquired[block][of_block] >= 0).all(), "a free page was released"
 
     # ---- blocks of others -----------------------------------------------------------------------------------------
 
@@ -385,9 +386,9 @@ class PagePool(PageHolder):
         for a block of the same size."""
         places = []
         for place, block in enumerate(self.blocks):
-            if place and block is not None and not self.held[block].any():
+            if place and block is not None and not self.acquired[block].any():
                 self.blocks[place] = None
-                self.hold({each: counts for each, counts in self.held.items() if each is not block})
+                self.set_references({each: counts for each, counts in self.acquired.items() if each is not block})
                 places.append(place)
         return places
 

@@ -61,11 +61,15 @@ def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _paged(stores: Sequence[PagedStore]) -> list[np.ndarray]:
     """For each store, int32 `[B]` on the CPU: how many tokens of each row are in pages."""
-    parts: dict[tuple, list[torch.Tensor]] = {}
+    alike: dict[tuple, list[PagedStore]] = {}
     for store in stores:
-        parts.setdefault((store.device, store.batch_size), []).append(store.state.paged[:, :1])
-    on_cpu = {key: iter(torch.cat(columns, dim=1).cpu().numpy().T) for key, columns in parts.items()}
-    return [next(on_cpu[store.device, store.batch_size]) for store in stores]
+        alike.setdefault((store.device, store.batch_size), []).append(store)
+    paged: dict[PagedStore, np.ndarray] = {}
+    for same in alike.values():
+        columns = torch.cat([store.state.paged for store in same], dim=1).cpu().numpy().T
+        firsts = np.cumsum([0, *(store.num_heads for store in same[:-1])])
+        paged.update(zip(same, columns[firsts], strict=True))
+    return [paged[store] for store in stores]
 
 
 def _forks(

@@ -309,7 +309,7 @@ def test_another_calibration(model, tmp_path):
     with pytest.raises(ValueError, match=r"another calibration: key_transform\.factors of layer 1 differs"):
         lb.LowBitCache.from_pretrained(tmp_path / "cache", model, calibration=tmp_path / "other.safetensors")
     empty = lb.Calibration({}, mine.model)
-    with pytest.raises(ValueError, match="calibration holds no factors for keys of smooth"):
+    with pytest.raises(ValueError, match="calibration has no factors for keys of smooth"):
         lb.LowBitCache.from_pretrained(tmp_path / "cache", model, calibration=empty)
 
 

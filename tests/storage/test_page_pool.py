@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from hf_lowbit_kv.storage.page_pool import Block, KeptPages, PagePool, PageTables
+from hf_lowbit_kv.storage.page_pool import Block, PagePool, PageTables, PinnedPages
 
 
 def _references(tables: PageTables) -> list[int]:
@@ -74,7 +74,7 @@ def test_a_copy_has_references_of_its_own():
 
 
 def test_a_block_belongs_to_its_oldest_living_user():
-    kept = KeptPages(3)
+    kept = PinnedPages(3)
     one, other = (PageTables(1, 1) for _ in range(2))
     for tables in (one, other):
         tables.adopt([kept.block], np.array([[0, 1]]), np.array([[True, True]]))

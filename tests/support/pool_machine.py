@@ -93,8 +93,8 @@ class Machine:
         assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
         for store in (store for stores in self._caches for store in stores):
-            held = store.tables.held.items()
-            assert all((block.references == counts).all() for block, counts in held), (
+            references = store.tables.acquired.items()
+            assert all((block.references == counts).all() for block, counts in references), (
                 "references of rows or forks are left"
             )
 
@@ -308,7 +308,7 @@ class Machine:
                     assert torch.equal(found, expected)
 
     def check_ledgers(self) -> None:
-        """Pages are held by those who have them, and slots are dense."""
+        """Pages have the references of rows and prefixes, and slots are dense."""
         assert [row.slot for row in self.pool.rows] == list(range(len(self.pool.rows)))
         for paging, pages in self.pool.page_pools.items():
             references = Counter(page for row in self.pool.rows for page in row.pages[paging])
