@@ -179,8 +179,7 @@ class PageTables(PageUser):
         column = paged[opened] // page_size
         source, target = before[opened, column], table[opened, column]
         copied = source[source != target].astype(np.int64), target[source != target].astype(np.int64)
-        if rows is not None or not np.array_equal(table, before):
-            self._set(blocks, table, rows, copied)
+        self._set(blocks, table, rows, copied)
 
     def reset(self) -> None:
         """Nothing is stored: release what others use, and leave blocks that belong to others."""
