@@ -1,12 +1,13 @@
-"""Attention of many query tokens to packed history and, causally, to their own chunk.
+"""Attention of many query tokens to all stored tokens and, causally, to their own chunk.
 
-Decoding a page for every tile of query rows would cost more than the products. So the row, history first and then the
-chunk, is unpacked once, in stretches, into a temporary buffer of bounded size (`config.BUFFER_BYTES`). An ordinary 16-bit
-attention reads the buffer. From one stretch to the next each query row carries its output so far and the log-sum-exp of
-its scores. This file does not depend on formats: `read.unpack` decodes them.
+Decoding a page for every tile of query rows would cost more than the products. So `read.unpack` writes the row, stored
+tokens first and then the chunk, to a temporary 16-bit buffer. The buffer has a bounded size (`config.BUFFER_BYTES`), so a
+long row is written in *stretches*, one after the other. An ordinary attention reads the buffer. From one stretch to the
+next each query row carries its output so far and the log-sum-exp of its scores. If these do not fit into
+`config.CARRY_BYTES`, the queries are divided, and each part unpacks the row again.
 
-It also serves latents (MLA, SHARED below): the first stream is both the values and the first channels of the keys, and the
-second stream is the remaining channels of the keys.
+This file does not depend on formats. It also supports latents (MLA; SHARED in kernels): the first stream is both the values
+and the first channels of the keys, and the second stream is the remaining channels of the keys.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ def _load(rows, valid, D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
-def _walk(
+def _walk_buffer(
     carried, q, more, keys, values, start, stop, last, factor, lacking, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
     SHARED: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tokens `start` to `stop` of the buffer. MASKED: each row attends up to its token `last` `[M]`;
-    otherwise to all, in whole tiles.
+    """Attend to tokens `start` to `stop` of the buffer. Returns `carried` with these tokens: running maximum `[M]`, sum of
+    weights `[M]`, weighted sum of values `[M, DV]`.
 
-    more: SHARED: the queries' channels for the second stream. lacking `[M]`: HAS_LACKING: added to all products of a row.
-    factor, above 0: turns a product into a binary logarithm;
-    with a softcap, into a natural one.
+    MASKED: each query row attends up to its token `last` `[M]`. Otherwise to all, in whole tiles.
+    SHARED: `q` has the queries' channels for the first stream, `more` those for the second.
+    HAS_LACKING: `lacking` `[M]` is added to all products of a row (`Chunk.lacking`).
+    factor, above 0: product times `factor` is a score to base 2. With HAS_SOFTCAP it is a natural score, before the softcap.
     """
     m, l, acc = carried
     for n0 in range(start, stop, BLOCK_N):
@@ -98,23 +100,23 @@ def prompt_kernel(
     HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one stretch. Grid (row * head, split, block of BLOCK_M query rows: query tokens times heads of the
-    group).
+    """Attend to one stretch. Grid (sequence * KV head, split, block of BLOCK_M query rows). A KV head has `tokens` times
+    GROUPS query rows.
 
-    keys, values: tokens `first` to `first + count` of every row, `[B, H, count, D]`. SHARED: queries have channels for
-    both streams, and keys serve as values. Query tokens are numbers `before` and up of their chunk, whose tokens follow
-    the row's `length`.
-    HAS_POSITION: `position` `[B, S]` has their numbers without padding.
-    final: divide, add sinks, and write out `[B, tokens, H * GROUPS, DO]`, where DO is DV, or DK if SHARED. Otherwise
-    results go to partial, float32 `[B * H, splits, GROUPS * tokens, DO]`, and lse, the same without DO, in binary
-    logarithms.
+    keys, values: tokens `first` to `first + count` of every sequence, `[B, H, count, D]`. SHARED: queries have channels for
+    both streams, and keys serve as values.
+    before: number of the chunk's tokens before the first query. The chunk's tokens follow the `length` stored ones.
+    HAS_POSITION: the chunk is padded; `position` `[B, tokens]` counts the real tokens before each query.
+    final: divide, add sink logits, and write out `[B, tokens, H * GROUPS, DO]`, where DO is DV, or DK if SHARED. Otherwise
+    results go to partial, float32 `[B * H, splits, GROUPS * tokens, DO]`, and log-sum-exps to base 2 to lse, the same
+    shape without DO.
     """
     DO: tl.constexpr = DK if SHARED else DV
     DO_PADDED: tl.constexpr = DK_PADDED if SHARED else DV_PADDED
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     split = tl.program_id(1)
-    # the blocks that attend to most of the chunk first: they take longest
+    # the last query rows come first: they attend to most tokens and take longest
     row = (tl.num_programs(2) - 1 - tl.program_id(2)) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows_valid = row < GROUPS * tokens
     token, group = tl.minimum(row // GROUPS, tokens - 1), row % GROUPS
@@ -133,11 +135,11 @@ def prompt_kernel(
         channel = tl.arange(0, DO_PADDED)
         keep = rows_valid[:, None] & (channel < DO)[None, :]
         # the result so far acts as one token: its value is the output, its score the log-sum-exp
-        carried = row < tl.where(first > 0, GROUPS * tokens, 0)
-        m = tl.load(lse + carry, mask=carried, other=float("-inf"))
+        has_carry = row < tl.where(first > 0, GROUPS * tokens, 0)
+        m = tl.load(lse + carry, mask=has_carry, other=float("-inf"))
         l = tl.where(m == float("-inf"), 0.0, 1.0)
         m = tl.maximum(m, LOWEST)
-        acc = tl.load(partial + carry[:, None] * DO + channel[None, :], mask=keep & carried[:, None], other=0.0)
+        acc = tl.load(partial + carry[:, None] * DO + channel[None, :], mask=keep & has_carry[:, None], other=0.0)
         factor = scaling if HAS_SOFTCAP else scaling * LOG2E
         q_rows = q + b * q_stride_b + q_head * q_stride_h + token.to(tl.int64) * q_stride_s
         q_channel = tl.arange(0, DK_PADDED)[None, :]
@@ -157,11 +159,11 @@ def prompt_kernel(
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
-        m, l, acc = _walk(
+        m, l, acc = _walk_buffer(
             (m, l, acc), queries, more, keys, values, start, middle, last, factor, added, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_LACKING, HAS_SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
-        m, l, acc = _walk(
+        m, l, acc = _walk_buffer(
             (m, l, acc), queries, more, keys, values, middle, stop, last, factor, added, softcap,
             DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_LACKING, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
@@ -201,41 +203,41 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     total = history + tokens
     token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
     # several sequences at a time if the buffer has room; otherwise one at a time, in stretches if necessary
-    together = min(max(BUFFER_BYTES // (token_bytes * total), 1), batch)
-    size = total if token_bytes * total <= BUFFER_BYTES else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
-    buffer = q.new_empty(together * size * heads * (head_dim_k + head_dim_v))
-    queries = tokens
-    if size < total:
-        queries = min(max(CARRY_BYTES // (q_heads * (width + 1) * 4), 1), tokens)
-    for low in range(0, batch, together):
-        rows = slice(low, min(low + together, batch))
-        count = rows.stop - low
+    max_sequences = min(max(BUFFER_BYTES // (token_bytes * total), 1), batch)
+    max_stretch = total if token_bytes * total <= BUFFER_BYTES else max(BUFFER_BYTES // token_bytes // 128 * 128, 128)
+    buffer = q.new_empty(max_sequences * max_stretch * heads * (head_dim_k + head_dim_v))
+    max_queries = tokens
+    if max_stretch < total:  # results are carried from stretch to stretch
+        max_queries = min(max(CARRY_BYTES // (q_heads * (width + 1) * 4), 1), tokens)
+    for low in range(0, batch, max_sequences):
+        rows = slice(low, min(low + max_sequences, batch))
+        sequences = rows.stop - low
         group, new = store, NewTokens(k, v, order, real)
-        if count < batch:
+        if sequences < batch:
             group = store.rows(rows)
             new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
-        for start in range(0, tokens, queries):
-            stop = min(start + queries, tokens)
+        for start in range(0, tokens, max_queries):
+            stop = min(start + max_queries, tokens)
             added = None if lacking is None else lacking[rows, :, start:stop]
-            queries_chunk = chunk._replace(q=q[rows, :, start:stop], scaling=scaling, lacking=added)
+            query_chunk = chunk._replace(q=q[rows, :, start:stop], scaling=scaling, lacking=added)
             positions = None if position is None else position[rows, start:stop]
-            walk = _Walk(queries_chunk, positions, start, group, out[rows, start:stop])
-            for first in range(0, history + stop, size):
-                length = min(size, history + stop - first)
-                split_at = count * heads * length * head_dim_k
-                end = split_at + count * heads * length * head_dim_v
-                keys = buffer[:split_at].view(count, heads, length, head_dim_k)
-                values = buffer[split_at:end].view(count, heads, length, head_dim_v)
+            queries = _Queries(query_chunk, positions, start, group, out[rows, start:stop])
+            for first in range(0, history + stop, max_stretch):
+                length = min(max_stretch, history + stop - first)
+                split_at = sequences * heads * length * head_dim_k
+                end = split_at + sequences * heads * length * head_dim_v
+                keys = buffer[:split_at].view(sequences, heads, length, head_dim_k)
+                values = buffer[split_at:end].view(sequences, heads, length, head_dim_v)
                 unpack(group, (keys, values), first, new)
-                walk.stretch(keys, values, first, first + length == history + stop)
+                queries.attend(keys, values, first, first + length == history + stop)
     return out
 
 
-class _Walk:
-    """Attention of a chunk's consecutive query tokens to the stretches of their rows, in sequence.
+class _Queries:
+    """Consecutive query tokens of a chunk, which attend to one stretch after the other.
 
-    chunk: its q `[B, Hq, S, D]` are the queries. position: `[B, S]`. before: the number of tokens of the chunk before
-    these. out: `[B, S, Hq, Dv]`.
+    chunk: its q `[B, Hq, S, D]` are these queries. position `[B, S]`: for a padded chunk, the number of real tokens before
+    each. before: the number of the chunk's tokens before them. out: `[B, S, Hq, Dv]`.
     """
 
     def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor):
@@ -252,7 +254,7 @@ class _Walk:
         self.partial = self.lse = q.new_empty(1, dtype=torch.float32)  # unused if no results are carried
 
     def _begin(self, length: int, final: bool) -> None:
-        """Choose the launch for the first stretch, which is the longest."""
+        """Choose the configuration of all launches by the first stretch, which is the longest."""
         programs = self.batch * self.heads
         widest = max(self.q.shape[-1], self.out.shape[-1])
         self.config = prompt_config(self.rows, programs, widest, self.q.dtype == torch.float32, self.q.device)
@@ -264,8 +266,9 @@ class _Walk:
             self.partial = self.q.new_empty(*sizes, self.out.shape[-1], dtype=torch.float32)
             self.lse = self.q.new_empty(*sizes, dtype=torch.float32)
 
-    def stretch(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
-        """Attend to tokens from `first` on, `[B, H, count, D]`. The last stretch writes the output."""
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, first: int, final: bool) -> None:
+        """Attend to the stretch that begins at token `first`, `[B, H, count, D]`. final: it is the last one, and writes
+        `out`."""
         if self.splits == 0:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out

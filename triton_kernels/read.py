@@ -15,8 +15,9 @@ from .common import cdiv, constants, format_records, padded_width, plane_channel
 from .common import launch as _launch
 from .registry import reader
 
-#: largest number of tokens of a program
+#: largest number of packed tokens that a program decodes
 PAGE_BLOCK = 64
+#: number of tokens of the full-precision window and the chunk that a program copies
 WINDOW_BLOCK = 32
 
 
@@ -26,10 +27,11 @@ def _read_tile(
     DECODE: tl.constexpr, P: tl.constexpr, D: tl.constexpr, SINK: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     PART_AT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of `unpack_kernel`: decode those of a row's tokens `first` to `first + count` that are packed, into
-    out `[B, H, count, D]`. tile: number of a tile of BLOCK_N tokens, counted from `first`.
+    """Decode one tile of a row's keys, or of its values, to out `[B, H, count, D]`: those of the tokens `first` to
+    `first + count` that are in pages.
 
-    record: the format's parameters; KV head `h` at `h * record_stride`.
+    tile: index of this tile of BLOCK_N tokens; tile 0 contains token `first`, or begins the pages if `first` is in the sink.
+    record: the format's parameters; those of KV head `h` begin at `h * record_stride`.
     """
     start = (tl.maximum(first - SINK, 0) // BLOCK_N + tile) * BLOCK_N
     packed = tl.load(paged + bh)
@@ -52,8 +54,11 @@ def _copy_window(
     sink, tail, chunk, stride_s, stride_d, out, bh, number, source, position, keep,
     D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values of `_read_window`: copy tokens `number` of the window to rows `position` of out. source:
-    positions in the chunk."""
+    """Copy a row's keys, or its values, outside pages to rows `position` of out.
+
+    number: which tokens, see `_read_window`. source: where they are; tail tokens: index after the sink, tokens of the chunk:
+    position in the chunk.
+    """
     channel = tl.arange(0, PADDED)[None, :]
     rows = (out + position.to(tl.int64) * D)[:, None] + channel
     keep = keep[:, None] & (channel < D)
@@ -79,13 +84,15 @@ def _read_window(
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
     TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy those of a row's tokens `first` to `first + count` that are not packed into out_k and out_v `[B, H, count,
-    D]`: sink, tail and, if HAS_CHUNK, the chunk's `tokens`. block: number of a block of BLOCK of these.
+    """Copy one block of a row's tokens outside pages to out_k and out_v `[B, H, count, D]`: those of the tokens `first` to
+    `first + count` that are in sink, tail or (HAS_CHUNK) in the chunk of `tokens` tokens.
 
-    HAS_ORDER: the chunk's real tokens are at positions `order` `[B, tokens]`; `real` `[B]` is their number.
+    block: index of this block of BLOCK tokens. HAS_ORDER: the chunk is padded. Row `b` has `real[b]` real tokens, at the
+    positions `order[b]` of the chunk.
     """
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
-    # number counts the sink's slots, then the tail's tokens, oldest first, then the chunk's tokens
+    # number: SINK numbers for the sink, then TAIL for the tail, oldest token first, then the chunk. The tail's oldest token
+    # has index `packed` after the sink
     number = block * BLOCK + tl.arange(0, BLOCK)
     source = number + packed - SINK
     token = tl.where(number < SINK, number, number + packed)
@@ -149,12 +156,16 @@ def unpack_kernel(
 
 
 class _PageReader(NamedTuple):
-    """The reader of pages of keys, or of values."""
+    """How pages are decoded: their keys, or their values."""
 
     decode: Any
+    """Triton function of the format"""
     params: Any
+    """its compile-time arguments"""
     part_at: int
+    """where this part of a page begins, in bytes"""
     max_block: int
+    """largest number of tokens that `decode` takes"""
 
 
 @functools.cache
@@ -196,6 +207,7 @@ def unpack(
     packed = min(pages * spec.page_size, first + count - spec.sink) - max(first - spec.sink, 0)
     (keys, values), records = readers, format_records(store)
     block_k, block_v = (min(PAGE_BLOCK, side.max_block, spec.page_size) for side in readers)
+    # tiles begin at multiples of a block, so a range may touch one tile more
     tiles_k, tiles_v = (cdiv(packed, block) + 1 if packed > 0 else 0 for block in (block_k, block_v))
     tokens = 0 if new is None else new.k.shape[2]
     blocks = cdiv(spec.sink + spec.tail_size + tokens, WINDOW_BLOCK)

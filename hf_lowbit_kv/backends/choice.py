@@ -1,10 +1,12 @@
 """The backends, the layers that each of them supports, and the choice of a layer's backend.
 
-The first of these that is set determines the backend: the `backend=` argument of a cache; the environment variable
-`HF_LOWBIT_KV_BACKEND`; the device. An NVIDIA GPU gets `cuda` if it supports the layer, otherwise `triton`. An AMD GPU
-gets `triton`, a CPU `cpu`, any other device `torch`. A cache's `summary()` shows the backend, and why it is not a faster
-one. A named backend that cannot run raises an error. Without a name, the default is the first that supports the layer
-(`_default_backend`). If that is the slow `torch`, the cache warns.
+A name determines the backend: the `backend=` argument of a cache, or else the environment variable
+`HF_LOWBIT_KV_BACKEND`. A named backend that cannot run raises an error.
+
+Without a name, the device determines it (`_default_backend`). An NVIDIA GPU gets `cuda` if `cuda` supports the layer,
+otherwise `triton`. An AMD GPU gets `triton`, a CPU `cpu`, any other device `torch`. Layers that no kernel supports get
+`torch`, if they are latents or have a format registered without kernels. `torch` is slow, so the cache then warns. A
+cache's `summary()` shows the backend, and why it is not a faster one.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 """
@@ -39,7 +41,7 @@ VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
 class Served(NamedTuple):
-    """A layer, as backends need it to decide whether they support it."""
+    """What a backend knows of a layer when it decides whether it supports that layer."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -60,7 +62,7 @@ class Backend(ABC):
     name: ClassVar[str]
     #: by reading: the page layouts of the two streams that its kernels read
     layouts: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(("separate", "latent"), ("planar-1", "planar-1"))
-    #: advice that errors give
+    #: advice at the end of error messages about layers on a GPU
     advice: ClassVar[str] = ""
 
     @abstractmethod
@@ -76,7 +78,7 @@ class Backend(ABC):
         """The operations for layers of this reading. This imports kernels; `why_not` does not."""
 
     def check(self, served: Served, source: str) -> None:
-        """Raise `ValueError` if it does not support a layer. source: the argument that named this backend."""
+        """Raise `ValueError` if it does not support a layer. source: the argument or variable that named this backend."""
         if (reason := self.why_not(served)) is not None:
             raise ValueError(f"{source}={self.name!r} {reason}{self.advice if served.device.type == 'cuda' else ''}")
 
@@ -151,7 +153,7 @@ class Triton(Backend):
 
 
 class Cuda(Backend):
-    """NVIDIA GPUs, compute capability 8.0 and later; models in float16 or bfloat16; pages in a layout of its own."""
+    """NVIDIA GPUs, compute capability 8.0 and later; models in float16 or bfloat16. Its page layouts are not planar."""
 
     name = "cuda"
     layouts: ClassVar[dict[str, tuple[str, str]]] = {
@@ -203,7 +205,7 @@ class Cuda(Backend):
 
 #: every backend, by name
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), Cpu(), Triton(), Cuda())}
-#: defaults on a GPU, by reading: the first that supports the layer is used, and the last supports every layer
+#: defaults on a GPU, by reading. The first that supports the layer is used, otherwise the last
 ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
 
 
@@ -231,7 +233,7 @@ def why_cuda_cannot_compile(capability: tuple[int, int]) -> str | None:
         status, version, _ = nvrtc.nvrtcVersion()
         _, architectures = nvrtc.nvrtcGetSupportedArchs()
         _, supported = driver.cuDriverGetVersion()
-    except (ImportError, OSError, RuntimeError) as error:  # bindings without fitting libraries
+    except (ImportError, OSError, RuntimeError) as error:  # the bindings do not find libraries of their version
         return f"needs NVRTC and the driver's library ({error}): {install_nvrtc()}"
     if int(status) != 0:
         return f"needs NVRTC, which fails ({status!r})"
@@ -243,7 +245,8 @@ def why_cuda_cannot_compile(capability: tuple[int, int]) -> str | None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise if the name does not exist, or the backend is not installed. Called when a cache is created."""
+    """Raise if the name does not exist, or the backend is not installed. backend: `None` means the environment's name.
+    Called when a cache is created."""
     name, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
     if name is None:
         return
@@ -254,7 +257,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def choose_backend(backend: str | None, served: Served) -> str:
-    """The name of the backend for a layer. Raises if it does not support the layer."""
+    """The name of the backend for a layer. Raises if that backend does not support the layer."""
     check_backend(backend)
     requested = backend or of_environment()
     source = VARIABLE if backend is None and requested else "backend"
@@ -266,20 +269,20 @@ def choose_backend(backend: str | None, served: Served) -> str:
 def _default_backend(served: Served) -> str:
     if served.device.type != "cuda":
         return "cpu" if served.device.type == "cpu" else "torch"
-    *first, last = ON_GPU[served.reading]
-    for name in first:
+    *preferred, last = ON_GPU[served.reading]
+    for name in preferred:
         if BACKENDS[name].why_not(served) is None:
             return name
     if served.spec is not None and without_kernels(served.spec.formats) is not None:
-        return "torch"  # a format from outside the package: a warning calls it slow
+        return "torch"  # a format from outside the package; the cache warns that this is slow
     if (missing := BACKENDS[last].missing()) is not None:
         raise ImportError(f"on this GPU backend {last!r} is the default, and {missing}")
     return last
 
 
 def why_not_faster(backend: str | None, chosen: str, served: Served) -> str | None:
-    """Why the default on this device is not a faster backend. `None` if there is no faster one, or if `backend` or the
-    environment chose."""
+    """Why the default on this device is not a faster backend. `None`: there is no faster one, or `backend` or the environment
+    named the backend."""
     device = served.device
     if backend or of_environment() or device.type == "cpu":
         return None
@@ -303,7 +306,7 @@ _WARNED: set[str] = set()
 
 
 def warn_of_reference(reason: str | None) -> None:
-    """Warn that a cache runs on the reference, once per process and reason (`why_slow_reference`). None: no warning."""
+    """Warn that a cache runs on the reference, once per process and reason. reason: the result of `why_slow_reference`."""
     if reason is None or reason in _WARNED:
         return
     _WARNED.add(reason)
@@ -315,8 +318,8 @@ def warn_of_reference(reason: str | None) -> None:
 
 
 def describe_backend(backend: str | None, chosen: str, served: Served) -> str:
-    """The description of the chosen backend for `summary()`: also why the default is not the fastest, and whether the
-    backend was tested on this kind of device."""
+    """The chosen backend, for `summary()`. Notes follow in brackets: why the default is not the fastest backend, and whether
+    this one is tested on this kind of device."""
     device, notes = served.device, []
     if chosen == "triton" and is_rocm(device):
         notes.append("not tested on AMD GPUs")

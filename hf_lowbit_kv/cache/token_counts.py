@@ -1,8 +1,7 @@
 """How many tokens a layer has seen and can hold, and which positions were padding.
 
-A growing layer counts in Python. A preallocated layer counts on the device, because compiled and recorded steps advance
-the count there; Python knows a lower bound. Everything that depends on a length (pages, windows, steps) is the same for
-both.
+A growing layer counts in Python (`Length`). A preallocated layer counts on the device, because compiled and recorded steps
+advance the count there (`FixedLength`). Then Python knows only a lower bound, `at_least`. Callers treat both alike.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
     from .low_bit_cache import LowBitCache
     from .low_bit_layer import LowBitLayer
 
-#: first position, and a mask, bool `[B, n]`
+#: position of the mask's first column; mask, bool `[B, n]`, False for padding
 Noted = tuple[int | torch.Tensor, torch.Tensor]
-#: this many masks of single tokens are joined into one
+#: number of masks of single tokens that are joined into one
 BLOCK = 128
 
 
 class Seen(int):
-    """Tokens that a packed layer has seen before a pass of several tokens. transformers takes this number from the cache
-    to the mask function, which so finds both."""
+    """The number of tokens that a packed layer has seen before a pass of several tokens. transformers asks the cache for this
+    number and passes it to the mask function, which thus finds the layer and the cache."""
 
     layer: LowBitLayer
     cache: LowBitCache
@@ -41,9 +40,10 @@ class Seen(int):
 
 
 class Padding(Unstamped):
-    """Masks of the passes that had one, with the positions of all tokens seen, padding included.
+    """Which of the positions that a cache has seen were padding: the masks of all passes that had one.
 
-    Nothing waits for the device until `real_among_last` asks, or a block of single tokens' masks is full.
+    Positions count padding too, although it is not stored. Nothing waits for the device until `BLOCK` masks of single
+    tokens are joined, or until a method says so.
     """
 
     def __init__(self):
@@ -57,7 +57,8 @@ class Padding(Unstamped):
         return new
 
     def note(self, start: int | torch.Tensor, mask: torch.Tensor) -> None:
-        """mask: bool `[B, n]`, False for padding, of positions `start` and up (a tensor where only the device knows)."""
+        """Add the mask of a pass: bool `[B, n]`, False for padding. start: position of its first column; a tensor if only the
+        device knows it."""
         self._noted.append((start, mask))
         self._singles = self._singles + 1 if mask.shape[1] == 1 else 0
         if self._singles == BLOCK:
@@ -65,7 +66,8 @@ class Padding(Unstamped):
             self._singles = 0
 
     def real_among_last(self, count: int, end: int) -> int | torch.Tensor:
-        """How many of the last `count` positions before `end` were not padding: a number, or int32 `[B, 1]`."""
+        """How many of the last `count` positions before `end` were not padding: a number, or int32 `[B, 1]`. Waits for the
+        device."""
         padding: int | torch.Tensor = 0
         for first, mask in self._noted:
             start = int(first)
@@ -87,7 +89,7 @@ class Padding(Unstamped):
         return real
 
     def cut(self, end: int) -> None:
-        """Forget positions from `end` on."""
+        """Forget positions from `end` on. Waits for the device."""
         noted = [(int(start), mask) for start, mask in self._noted]
         self._noted = [(start, mask[:, : end - start]) for start, mask in noted if start < end]
         self._singles = 0
@@ -102,7 +104,7 @@ class Padding(Unstamped):
 
 
 def _put_together(noted: list[Noted]) -> list[Noted]:
-    """Join masks that are known to follow each other."""
+    """Join each mask with the next one if the CPU knows that it begins where this one ends."""
     runs: list[tuple[int | torch.Tensor, list[torch.Tensor]]] = []
     end: int | None = None
     for start, mask in noted:
@@ -115,7 +117,7 @@ def _put_together(noted: list[Noted]) -> list[Noted]:
 
 
 class Length:
-    """A count that Python knows: of a growing layer, and of rows in a pool, which knows their lengths.
+    """A count in Python: for growing layers, and for pools of rows, which know the lengths of their rows.
 
     Args:
         capacity: tokens that a row can hold; `None`: there is no bound.
@@ -123,7 +125,7 @@ class Length:
 
     #: tokens seen, padding included: a number, or a tensor int64 `[]` on the layer's device
     seen: int | torch.Tensor
-    #: how many of them Python knows about
+    #: lower bound of `seen`, known in Python
     at_least: int
 
     def __init__(self, capacity: int | None = None):
@@ -132,22 +134,22 @@ class Length:
 
     @property
     def fixed(self) -> bool:
-        """Whether tensors stay where they are, so that compiled and recorded steps can use the layer."""
+        """Whether the layer's tensors never move. Compiled and recorded steps need that."""
         return self.capacity is not None
 
     def place(self, device: torch.device) -> None:
-        """The layer's tensors are on this device."""
+        """Called when the layer allocates its tensors on this device."""
 
     def add(self, tokens: int) -> None:
         """Count tokens of a pass (also of one that is being compiled)."""
         self.seen = self.at_least = self.at_least + tokens
 
     def set(self, tokens: int) -> None:
-        """Set the count. Waits for nothing."""
+        """Set the count. Does not wait for the device."""
         self.seen = self.at_least = tokens
 
     def fork(self, capacity: int | None, copies: Iterator[torch.Tensor]) -> Length:
-        """A count of the same tokens, see `fork_lengths`. copies: the next one is that of `seen` if it is a tensor."""
+        """A new count of the same tokens. copies: if `seen` is a tensor, the next of these is its copy (`fork_lengths`)."""
         new = Length()
         new.set(self.at_least)
         return new
@@ -158,12 +160,12 @@ class Length:
         return self.at_least
 
     def agrees_with(self, others: Sequence[Length]) -> None:
-        """Bring the counts of a cache's layers up to date at the begin of a pass. The layers have seen the same tokens, so
-        only this count is read from the device, and the next `check` of the others need not wait."""
+        """Bring the counts of a cache's layers up to date at the beginning of a pass. others: all of them. The layers have
+        seen the same tokens, so only this count is read from the device. The next `check` of each need not wait."""
 
     def check(self, tokens: int, wait: bool) -> None:
-        """Raise `ValueError` if there is no room for this many more tokens. wait: wait for the device if only it
-        knows."""
+        """Raise `ValueError` if there is no room for this many more tokens. wait: whether to wait for the device if only it
+        knows the count. Otherwise the lower bound is checked."""
 
 
 class FixedLength(Length):
@@ -171,7 +173,7 @@ class FixedLength(Length):
 
     capacity: int
     seen: torch.Tensor
-    #: whether `at_least` is what the device has counted, so that the next check need not wait
+    #: whether `at_least` has just been compared with the device's count, so that the next check need not wait
     _compared = False
 
     @torch.inference_mode(False)  # the count must be writable outside it
@@ -180,7 +182,7 @@ class FixedLength(Length):
         self.seen, self.at_least = torch.tensor(0), 0
 
     def __copy__(self) -> FixedLength:
-        """A count with its own bound; it uses the same tensor."""
+        """A count with its own `at_least`. Both use the same tensor."""
         new = FixedLength(self.capacity)
         new.__dict__.update(self.__dict__)
         return new
@@ -191,7 +193,7 @@ class FixedLength(Length):
 
     def fork(self, capacity: int | None, copies: Iterator[torch.Tensor]) -> FixedLength:
         assert capacity is not None
-        new = FixedLength.__new__(FixedLength)  # without a tensor that would be replaced
+        new = FixedLength.__new__(FixedLength)  # `__init__` would allocate a tensor only to be replaced
         new.capacity, new.seen, new.at_least = capacity, next(copies), self.at_least
         torch._dynamo.mark_static_address(new.seen)
         return new
@@ -226,7 +228,7 @@ class FixedLength(Length):
 
 @torch.inference_mode(False)
 def fork_lengths(lengths: Sequence[Length], capacity: int | None, n: int) -> list[list[Length]]:
-    """`n` times counts of the same tokens, for layers with room for `capacity` tokens (`None`: they grow)."""
+    """`n` copies of the counts of a cache's layers. capacity: tokens that a row of the copies can hold; `None`: they grow."""
     seen = [length.seen for length in lengths if isinstance(length, FixedLength)] * n
     copies = iter(copies_of(seen) if seen else ())
     return [[length.fork(capacity, copies) for length in lengths] for _ in range(n)]

@@ -1,42 +1,41 @@
-"""Codes with static steps: no scale and no zero point in a page.
+"""Codes with static steps: calibration sets the step of each channel, so a page stores none.
 
 Calibration measures each channel once, after a transform. For keys ("eigen") the transform decorrelates channels and sorts
-them by importance; for values ("hadamard") it equalizes channels. A page then holds only its mean and the codes:
+them by importance; for values ("hadamard") it equalizes channels. A number is
 
     x = center + step * (mean + token_scale * gain * (code - (2**bits - 1) / 2))
 
-A name indicates a page's metadata: `static-54222100` (keys) a mean per channel, `static-2-tn` (values) a scale per token and
-no mean.
+A page has the codes, and one of two kinds of metadata. `static-54222100` (keys) has a mean per channel, and token scales
+are 1. `static-2-tn` (values) has a scale per token, and means are 0.
 
 - `center` and `step` are parameters: each channel's mean over the calibration texts, and the step of its codes.
-- `mean` is the page's mean after the center is subtracted, in steps: one float16 for each channel. It is 0 for values.
-  Keys with biases have large means, which RoPE rotates with the position, so 8 bits would not cover their range.
+- `mean` is the page's mean after the center is subtracted, in steps: one float16 for each channel. (8 bits do not cover
+  the range of keys with biases: their means are large, and RoPE changes them with the position.)
 - `bits` of a channel come from the pattern: `54222100` gives the first eighth of the channels 5 bits, the last two
   eighths none.
 - `token_scale` is `2 ** (k / 4)`, k in -8..7, computed from the token's root mean square.
-- `gain` compensates the shrinkage of a minimum-error quantizer of Gaussian numbers.
+- `gain` compensates shrinkage: the quantizer with the smallest error decodes Gaussian numbers too small on average.
 
-Codes are stored as planes of 4, 2 and 1 bits. Codes of 3 bits have a plane of 2 and a plane of 1; codes of 5 bits have
-one of 4 and one of 1. A kernel treats a
-second plane as a few more channels, whose query is multiplied by `2 ** shift`.
+Codes are stored as *planes* of 4, 2 and 1 bits. Codes of 3 bits have a plane of 2 and a plane of 1; codes of 5 bits have
+one of 4 and one of 1. For a kernel, a second plane is a few more channels, whose query is multiplied by `2 ** shift`.
 
 The CUDA kernels store codes in the order of tensor-core fragments: layouts `fragment-1` (keys), `fragment-1t` (values).
-
 Words, lanes and rows are those of `fragment`: a page is blocks of 32 tokens, a block is `[words / V][32 lanes][V
-words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. Only the assignment of widths
-to words differs.
+words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. Only the places of the planes
+in the words differ.
 
-Keys. Eight neighbouring channels of one plane are an *octet*, half of an operand's columns: lane `t` has channels `2 t
-+ e` of it. Octets are in the order of the planes (4 bits, 2, 1), and a word has four bits for them: one octet of 4
-bits, two of 2, or four of 1. A field of an octet that begins at bit `at` (of 4) is
+Keys. Eight neighbouring channels of one plane are an *octet*. It fills half of an operand's 16 columns: lanes with index
+`t` have its channels `2 t + e`. Octets are in the order of the planes (4 bits, 2, 1). A word has four bits per number: one
+octet of 4 bits, two of 2, or four of 1. The field of an octet that begins at bit `at` (0 to 3) of these four is
 
     token 4 g + 2 h + j of the block: bits 16 e + 8 j + 4 h + at and up
 
-So a token's bit position is the same in every plane, and a channel's is a power of two that is multiplied into the query.
+The part `8 j + 4 h` depends only on the token, so it is the same in every plane. The part `at` depends only on the octet,
+so kernels multiply its queries by a power of two instead of shifting codes.
 
-Values. The plane of 4 or 2 bits is as in `fragment`. A plane of 1 bit (3 bits are 2 + 1) follows it: word `c / 2`
-holds the bits of the 16 channels `c`, each field one bit at the position of the two bits of `fragment`, odd `c` one bit
-higher.
+Values. The plane of 4 or 2 bits is as in `fragment`. Codes of 3 bits have a plane of 1 bit after it. There, two
+neighbouring groups of 16 channels, `c` and `c + 1` with even `c`, share word `c / 2`. A field is at the bit where a field
+of two bits is in `fragment`: `c` has the lower of the two bits, `c + 1` the higher one.
 """
 
 from __future__ import annotations
@@ -55,14 +54,15 @@ from .base import Format, Parameter, Tensors
 from .boosted import fold_sum
 from .fragment import BLOCK, LANES, LAYOUTS
 
-#: channels of an octet
+#: number of channels of an octet (see above)
 OCTET = 8
-#: bits of a number, of values
+#: bits per number that layout `fragment-1t` supports
 VALUE_BITS = (2, 3, 4)
 
 
 class Plane(NamedTuple):
-    """Columns of one width: `channels` int64 `[n]`, and the right shift of a code that yields their bits, int32 `[n]`."""
+    """The plane of one width. It has a column for each of `channels`, int64 `[n]`. shifts: int32 `[n]`; a code, shifted right
+    by its column's shift, has the plane's bits lowest."""
 
     width: int
     channels: torch.Tensor
@@ -90,14 +90,14 @@ def validate(pattern: str, token_scale: bool, head_dim: int, layout: str) -> Non
 
 
 def words(planes: Sequence[Plane], layout: str) -> int:
-    """32-bit words of a lane, for a block of 32 tokens."""
+    """Number of 32-bit words that a lane has of a block of 32 tokens."""
     if layout == LAYOUTS[0]:
         return -(-sum(len(plane.channels) * plane.width for plane in planes) // (4 * OCTET))
     return sum(len(plane.channels) * plane.width for plane in planes) // 32
 
 
 def vector(count: int) -> int:
-    """Consecutive words of a lane that are one load."""
+    """`V`: number of consecutive words of a lane that one load reads. count: words of the lane."""
     return next(v for v in (4, 2, 1) if count % v == 0)
 
 
@@ -152,7 +152,7 @@ def _positions(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, hea
             word, lane = at // 4, 4 * g + (column % OCTET >> 1)
             bit = 16 * (column & 1) + 8 * j + 4 * h + at % 4
         else:
-            # g is the row of the operand's columns, of which a lane has two
+            # an operand's columns are tokens, and a lane holds two of them: e = 0 and 1
             tile, row_half, row = _row(channel, head_dim)
             lane, e = 4 * row + (g >> 1), g & 1
             bit = 16 * e + 8 * row_half
@@ -169,8 +169,7 @@ def _positions(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, hea
 
 
 def _row(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which 16 channels a channel is in, which half of their rows, and which row of it: the inverse of
-    `fragment.channel`."""
+    """`c`, `j` and `x` of channels: the inverse of `fragment.channel`."""
     rest = channel >= head_dim // 32 * 32
     tile = channel // 32 * 2 + torch.where(rest, 0, channel >> 2 & 1)
     row = 2 * torch.where(rest, channel >> 2 & 3, channel >> 3 & 3) + (channel & 1)
@@ -180,11 +179,11 @@ def _row(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tens
 #: mean squared error of the best uniform quantizer of unit Gaussian numbers, and its step, by bits
 ERROR = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.00349, 6: 0.00104}
 STEP = {0: 1.0, 1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.335, 5: 0.1881, 6: 0.1041}
-#: planes that a code of so many bits is stored in, the high one first
+#: by bits of a code: the widths of its planes, the highest bits first
 PLANES = {0: (), 1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2)}
-#: the largest mean of a page, in steps: what float16 holds
+#: limit of a page's mean, in steps: the largest number of float16
 MAX_MEAN = 65504.0
-#: token scales are 2 ** (k / 4) for k from here to 15 more
+#: the smallest k of a token scale 2 ** (k / 4); the largest is 15 more
 LOWEST_SCALE = -8
 
 
@@ -193,15 +192,19 @@ class Static(Format):
     """Integers with static steps.
 
     Args:
-        pattern: bits of the channels, 0 to 6: one digit for each `head_dim / len(pattern)` channels.
+        pattern: bits of the channels. Each digit, 0 to 6, is for a group of `head_dim / len(pattern)` channels.
         token_scale: whether each token has a scale of 4 bits (values). If not, a page has a mean for each channel (keys).
         layout: order of the codes, see below. The backend chooses it; it changes no decoded number.
 
-    Page (layout `planar-1`): `codes` int16 `[page_size, words]`: for each width 4, 2, 1 the columns of that width
-    (`planes`), packed as in `affine`; then `mean` float16 `[head_dim]`, or with `token_scale` `scale` uint8
-    `[page_size / 2]`: k + 8 of token `2 i` in the low four bits of byte `i`, of token `2 i + 1` in the high ones.
-    Layouts `fragment-1` (keys) and `fragment-1t` (values): `codes` int32, in the order in which tensor cores take them,
-    see `fragment`.
+    Arrays of a page in layout `planar-1`:
+
+    - `codes` int16 `[page_size, words]`: the planes of widths 4, 2 and 1 (`planes`), each packed as in `affine`.
+    - Without `token_scale`: `mean` float16 `[head_dim]`.
+    - With `token_scale`: `scale` uint8 `[page_size / 2]`. Byte `i` has k + 8 of token `2 i` in the low four bits, of token
+      `2 i + 1` in the high ones.
+
+    In layouts `fragment-1` (keys) and `fragment-1t` (values), `codes` is int32 `[blocks, words / V, 32, V]`, in the order
+    of tensor-core fragments (see the top of this file).
     """
 
     weighted: ClassVar[bool] = True
@@ -260,7 +263,7 @@ class Static(Format):
         return tuple(Parameter(name, (num_kv_heads, head_dim), torch.float32) for name in ("center", "step"))
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """The columns of a token, by width: 4, 2, 1; those of a width in the order of their channels."""
+        """The planes, widest first (4, 2, 1). The columns of a plane are in the order of their channels."""
         return _planes(self.pattern, head_dim)
 
     def gain(self, head_dim: int) -> torch.Tensor:
@@ -287,7 +290,7 @@ class Static(Format):
             k = self.scale_of(x)
             arrays["scale"] = k[..., 0::2] | k[..., 1::2] << 4
             x = x / token_scales(x.device)[k.long()][..., None]
-        else:  # sums are folded: every backend rounds at the same places
+        else:  # `fold_sum` has a fixed order, so that every backend rounds alike
             arrays["mean"] = (fold_sum(x) * (1 / page_size)).clamp(-MAX_MEAN, MAX_MEAN).half()
             x = x - arrays["mean"].float()[..., None, :]
         half = torch.where(bits > 0, 2.0 ** (bits - 1), 0.0)
@@ -307,9 +310,9 @@ class Static(Format):
         return x * step + center
 
     def scale_of(self, x: torch.Tensor) -> torch.Tensor:
-        """k + 8 of each token `[..., head_dim]`, uint8: the nearest power of 2 ** (1 / 4) to its root mean square,
-        relative to that of Gaussian numbers whose best step is 1. It compares squares, so that bytes do not depend on
-        a logarithm."""
+        """k + 8 of each token `[..., head_dim]`, uint8. The scale `2 ** (k / 4)` is the nearest to the token's root mean
+        square, divided by the root mean square of Gaussian numbers for which a step of 1 is the best. Sums of squares are
+        compared with thresholds, so that bytes do not depend on a logarithm."""
         head_dim = x.shape[-1]
         squares = fold_sum(torch.nn.functional.pad(x * x, (0, _power_of_two(head_dim) - head_dim)).transpose(-1, -2))
         return (squares[..., None] >= self.thresholds(head_dim).to(x.device)).sum(-1).to(torch.uint8)
@@ -345,7 +348,7 @@ class Static(Format):
 
 
 def uniform_codes(x: torch.Tensor, step: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """`x` quantized with `bits` and `step`, before gain: calibration compares steps by its error."""
+    """`x`, quantized with `bits` and `step`, without gain. Calibration compares the errors of steps with it."""
     middle = (2.0**bits - 1) / 2
     return torch.where(bits > 0, ((x / step).floor() + 0.5).clamp(min=-middle, max=middle) * step, 0.0)
 
@@ -357,7 +360,7 @@ def _power_of_two(n: int) -> int:
 def _gain(bits: int, token_scale: bool) -> float:
     if bits == 0:
         return 0.0
-    # a token's scale compensates half of the shrinkage of 2 bits
+    # with 1 or 2 bits the scale of a token already compensates half of the shrinkage
     return (1 / (1 - ERROR[bits])) ** (0.5 if token_scale and bits <= 2 else 1.0)
 
 

@@ -1,10 +1,13 @@
-"""Prefill for `generate`: the prompt whole, in chunks of a size that the caller chooses, or in the largest chunks that fit.
+"""Prefill before `generate`: prompts that do not fit into memory as a whole are prefilled in chunks.
+
+The option `prefill_chunk_size` decides: whole, in chunks of a given size, or in the largest chunks that fit.
 
 Prefilling a whole prompt needs memory for activations: about 100 kB per token in an 8B model. If the GPU has less free
 memory, the prompt is prefilled in chunks. Chunks after the first attend to packed pages, so the generated text may
 differ from that after a whole prompt (docs/dev/reading-prompts.md has figures).
 
-The memory per token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts.
+The memory per token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts bytes.
+"Read" means "prefill" here: `Reader`, `read_prompt`.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ from .whole_reading import read_as_whole
 
 #: value of `prefill_chunk_size` for the largest chunks that fit
 AUTO: Literal["auto"] = "auto"
-#: tokens of all rows together in the first of three measurements; the others have twice and four times as many
+#: size of the first of three measurements: tokens of all rows together. The others have twice and four times as many
 MEASURED_TOKENS = 256
 #: share of the free memory that prefill may use: allocations are rounded up, and later steps need memory too
 USABLE = 0.85
 #: granularity and minimum of the chunk size
 GRANULE = 128
-#: upper bounds for known decoders: activations of a token, in units of its hidden state; and bytes per pair of tokens in
-#: the mask of a sliding-window layer. A prompt that fits by these bounds is prefilled whole, without a measurement
+#: upper bounds for known decoders. A prompt that fits by these bounds is prefilled whole, without a measurement.
+#: GENEROUS_STATES: activations of a token, in units of its hidden state
+#: GENEROUS_PAIR: bytes per pair of tokens in the mask of a sliding-window layer
 GENEROUS_STATES, GENEROUS_PAIR = 64, 8
 
 
@@ -111,10 +115,10 @@ def memory_of(model: Any) -> Memory | str:
 class Need:
     """Peak bytes to prefill `n` tokens per sequence: `fixed + token * n + pair * n * n`.
 
-    stored: extra bytes if tokens are stored already.
+    stored: extra bytes of a chunk that attends to stored tokens.
     mask: bytes per pair of tokens of a sliding-window layer's mask inside attention. Measurements of short chunks do not
-        show it, because other activations are larger there. At that time only half of `token` is allocated, without
-        the MLP's part.
+        include it, because their peak is in the MLP. While the mask exists, the MLP's activations do not, so only half of
+        `token` is allocated.
     """
 
     fixed: float
@@ -136,11 +140,13 @@ class Need:
         return cls(third - slopes[1] * 4 * length, slopes[1], 0.0, stored)
 
     def whole(self, tokens: int) -> float:
+        """Peak bytes of the larger of two moments: in the MLP (measured), and inside attention (with the mask)."""
         measured = self.fixed + self.token * tokens + self.pair * tokens**2
         return max(measured, self.fixed + self.token * tokens / 2 + self.mask * tokens**2)
 
     def largest(self, memory: float, tokens: int) -> int:
-        """The longest chunk that takes at most `memory` bytes: a multiple of `GRANULE`, and one `GRANULE` at least."""
+        """The longest chunk that takes at most `memory` bytes, in whole `GRANULE`s: at least one, at most as many as `tokens`
+        tokens need."""
         low, high = 1, -(-tokens // GRANULE)
         while low < high:
             middle = (low + high + 1) // 2
@@ -156,7 +162,7 @@ class Reader:
 
     @functools.cached_property
     def positions(self) -> torch.Tensor:
-        """The position of each token, without padding. A prompt that is prefilled whole needs none."""
+        """The position of each token, without padding. Computed only if there are chunks."""
         return (self.mask.long().cumsum(1) - 1).clamp(min=0)
 
     @property
@@ -185,8 +191,8 @@ class Reader:
             self.read(size)
 
     def largest_chunk(self, memory: Memory, measure_always: bool) -> int | None:
-        """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the upper
-        bounds fit."""
+        """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the prompt
+        surely fits."""
         rows = len(self.ids)
         length = max(MEASURED_TOKENS // rows, GRANULE // 4)
         if self.left <= 8 * length:  # the measurements would read most of the prompt
@@ -206,7 +212,7 @@ class Reader:
         if self._sliding:
             needed += tokens * self.left * GENEROUS_PAIR
         first = self.cache.packed_layers[0]
-        if not first.is_initialized:  # the cache is not allocated yet; in the model's dtype it would be larger
+        if not first.is_initialized:  # the cache will be allocated too; its size in the model's dtype is an upper bound
             numbers = 0
             for size in self.cache.packed_sizes.values():
                 heads, *dims = (0 if number is None else number for number in size)
@@ -218,12 +224,12 @@ class Reader:
 
     @property
     def _sliding(self) -> bool:
-        """Whether a layer has a mask with a value per pair of tokens."""
+        """Whether a layer's mask has a value per pair of tokens."""
         return any(isinstance(layer, SLIDING) for layer in self.cache.layers)
 
     def _need(self, memory: Memory, length: int) -> Need:
-        """The memory for prefill, measured on three chunks of the prompt. Afterwards an empty cache is empty again; a cache
-        with tokens has stored these chunks."""
+        """The memory for prefill, measured on three chunks of the prompt. A cache that was empty is emptied afterwards. A cache
+        with tokens keeps these chunks, which need not be read again."""
         is_empty = self.seen == 0
         if is_empty:  # allocate the cache first, so that it is not part of the peaks
             self.read(GRANULE // 4)
@@ -250,12 +256,14 @@ def read_prompt(
     options: Mapping[str, Any],
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Prefill all chunks of the prompt but the last. Prompts that are prefilled whole, or that consist of more than tokens
-    and their mask, are left to transformers. (transformers would compile every chunk.)
+    """Prefill all chunks of the prompt but the last. transformers prefills the last one, and any prompt that is prefilled
+    whole, or that consists of more than tokens and their mask. It does not get the chunk size, because it would compile
+    every chunk.
 
     Args:
         options: options of `model.generate`, including the prompt.
-        report: called with the decision if it differs from the caller's choice.
+        report: called with a message if the prompt is read in chunks that the caller did not ask for, or is read whole
+            although the caller asked for "auto".
 
     Returns:
         Options of `model.generate` that replace the caller's: `prefill_chunk_size`, and the mask.
@@ -274,11 +282,11 @@ def read_prompt(
             return changes  # transformers may treat these as padding
         mask = torch.ones_like(ids)
     rows = ids, mask
-    if sequences > 1:  # in the order in which transformers repeats rows
+    if sequences > 1:  # transformers repeats rows in this order
         rows = ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
     reader = Reader(model, cache, *rows)
-    # a size from the caller has the same meaning as in transformers: a chunk has the RoPE frequencies of its own length.
-    # Phi models would then read the whole text again
+    # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. But Phi models
+    # (`drop_limit`) would then read the whole text again, so they read it as whole too
     automatic = size is None or size == AUTO
     with read_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
         if automatic:

@@ -1,10 +1,10 @@
-"""The tensors of a pool: every slot has a window, counters and a page table, and all slots share the pages.
+"""The tensors of a pool of rows. Each slot has a full-precision window, counters and a page table. All slots share the pages.
 
-Layers of one shape lie in one tensor, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's
-part of it looks like the state of a cache with `slots` rows, so kernels see no difference.
+Layers of one shape share tensors, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's part of
+them looks like the state of a cache with `slots` rows, so kernels see no difference.
 
-Blocks of pages that belong to others can be attached, and rows read them where they lie. The pool's own block stays
-first, and nothing moves.
+Rows can also read pages of others, for example of kept prompts, where they are: their blocks are attached after the pool's
+own block. The pool's own tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StoredLayer(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     records: list[torch.Tensor]
-    """its parameters, see `LayerState`"""
+    """as `LayerState.parameters`"""
 
     @classmethod
     def of(cls, layer: LowBitLayer) -> StoredLayer:
-        """The shape of a layer that has read some tokens."""
+        """The spec and the sizes of a layer that has read some tokens."""
         store = layer.store
         assert store is not None, "the layer has read no token"
         sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype, store.device
@@ -79,8 +79,8 @@ class _Group:
     addresses: torch.Tensor
     """int64 `[layers, slots, entries]`: the layers' `page_address`"""
     starts: torch.Tensor
-    """int64 `[layers, pages]`: where each page starts, in bytes from the start of the layer's own block; attached blocks
-    come after that"""
+    """int64 `[layers, pages]`: where each page starts, in bytes from the start of the layer's own block. The pages of attached
+    blocks follow the pool's own"""
     layers: list[int]
     paging: Hashable
 
@@ -89,8 +89,10 @@ class SlotMemory:
     """Allocates memory and computes addresses. It does not know which slot and which page belongs to which row.
 
     Args:
-        layers: in the order of the model. slots: number of rows. pages: number of pages, by paging. entries: pages that
-            a single row may have, by paging.
+        layers: in the order of the model.
+        slots: number of rows.
+        pages: number of pages, by paging (`LayerSpec.paging`).
+        entries: largest number of pages of a single row, by paging.
     """
 
     @torch.inference_mode(False)
@@ -162,9 +164,11 @@ class SlotMemory:
         """Let rows read pages that belong to others.
 
         Args:
-            place: among the blocks of the pool: of one that was detached and had as many pages, or after the last one.
-            first: number of the first page. blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]`
-                on its device, in its layout.
+            place: index among the blocks of the pool: that of a detached block with the same number of pages, or the next
+                new one.
+            first: page number of the first page.
+            blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on the layer's device, in its
+                layout.
         """
         by_layer = dict(zip(self.layers_of(paging), blocks, strict=True))
         for group in self._groups_of(paging):
@@ -180,8 +184,8 @@ class SlotMemory:
             self.states[index].pool[place : place + 1] = [block]  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
-        """Forget an attached block. No row names its pages; an empty slot may, which nothing reads: their numbers stay, and
-        have no memory."""
+        """Forget an attached block, which no row uses. Its page numbers remain, without memory. Tables of empty slots may still
+        have them, but nothing reads these."""
         for index in self.layers_of(paging):
             pool = self.states[index].pool
             pool[place] = pool[0][:1].expand(len(pool[place]), -1, -1)
@@ -203,7 +207,7 @@ class SlotMemory:
             group.addresses[:, target] = group.addresses[:, source]
 
     def copy_window(self, source: int, target: int) -> None:
-        """Copy sink, tail and counters of a row."""
+        """Copy the full-precision window (sink and tail) and the counters of a row."""
         for group in self.groups:
             for tensor in group.windows:
                 tensor[:, target] = tensor[:, source]
@@ -225,7 +229,7 @@ class SlotMemory:
             group.counters[:, :, slot] = 0
 
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
-        """entries: (slot, entry, page)."""
+        """Write entries of page tables. entries: (slot, index in the slot's table, page number)."""
         for (kind, device), table in self.tables.items():
             if kind != paging:
                 continue
@@ -272,5 +276,5 @@ class SlotMemory:
 
     @property
     def lost(self) -> int:
-        """Number of tokens that came to a full row. Waits for the device."""
+        """Largest number of tokens that a row has lost because it was full. Waits for the device."""
         return max(int(group.counters[2].max()) for group in self.groups)

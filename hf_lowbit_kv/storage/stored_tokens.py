@@ -1,7 +1,7 @@
-"""The tokens of a layer outside of a store: taken out of one store, without unused memory, and put into another.
+"""The tokens of a layer outside a store: taken out of one store, and put into another.
 
-Files of caches and the prefix store hold tokens in this form. A growing store reads the blocks where they lie. A
-preallocated store copies them to its own memory, whose addresses stay.
+Saved caches and kept prompts hold tokens in this form, without the unused slots and pages of a store. A growing store reads
+these pages in place. A preallocated store copies them to its own memory, whose addresses must not change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .layer_spec import LayerSpec
 from .page_pool import Block
 from .paged_store import LayerStore, PagedStore, read_pages
 
-#: codes of this many pages are reordered at a time, because each code takes about eight bytes meanwhile
+#: number of pages that `in_layout_of` converts at a time. Meanwhile each code takes about eight bytes
 PAGES_AT_ONCE = 64
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,9 +32,9 @@ class StoredTokens(NamedTuple):
     sinks: list[Pair]
     """by row, keys and values `[H, n, D]` of its first tokens, in the model's dtype"""
     tails: list[Pair]
-    """by row, those of the tokens after its pages, in order"""
+    """by row, keys and values `[H, n, D]` of its tokens after the pages, in order"""
     shared: list[Block] | None = None
-    """the blocks' page counts, the same in all layers with the same paging, if others read these pages"""
+    """the reference counts of `blocks`, if others read these pages too. Layers with the same paging have the same `Block`s"""
 
     @property
     def lengths(self) -> list[int]:
@@ -47,8 +47,8 @@ class StoredTokens(NamedTuple):
         return [*self.blocks, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
 
     def first(self, count: int, spec: LayerSpec) -> StoredTokens:
-        """The first `count` tokens of each row, which has as many. Pages are not copied: there must be whole ones, or all of
-        them and a part of the tail."""
+        """The first `count` tokens of each row; no row may have fewer. Pages are neither copied nor cut: `count` must be in
+        the sink, at the end of a page, or past all pages."""
         paged = [min(tokens, max(count - spec.sink, 0)) for tokens in self.paged]
         ends = [max(count - spec.sink - tokens, 0) for tokens in paged]
         table = self.table[:, : -(-max(paged, default=0) // spec.page_size)]
@@ -57,7 +57,7 @@ class StoredTokens(NamedTuple):
         return StoredTokens(self.blocks, table, paged, sinks, tails, self.shared)
 
     def to(self, device: torch.device) -> StoredTokens:
-        """The same tokens on this device; what is there already is not copied."""
+        """The same tokens on this device. If all are there already, nothing is copied."""
         if all(tensor.device == device for tensor in self.tensors()):
             return self
         sinks, tails = ([(k.to(device), v.to(device)) for k, v in pairs] for pairs in (self.sinks, self.tails))
@@ -69,12 +69,13 @@ class StoredTokens(NamedTuple):
 def take_tokens(
     store: LayerStore, rows: Sequence[int] | None = None, first_page: int = 0, shared: bool = False
 ) -> StoredTokens:
-    """Copy the tokens of a store. Waits for the device.
+    """Take the tokens of a store, by default as copies. Waits for the device.
 
     Args:
         rows: which rows; `None`: all.
         first_page: pages before it are left out of `blocks`, and `table` begins with it.
-        shared: do not copy pages. They must be used at once: the store may write to them.
+        shared: do not copy pages. Use them, or acquire references to them, before the store changes: it may free them and
+            write to them again.
     """
     state, spec = store.state, store.spec
     rows = range(store.batch_size) if rows is None else rows
@@ -102,18 +103,19 @@ def take_tokens(
 
 
 class _Places(NamedTuple):
-    """Where the tokens of `B` rows go, of layers that agree in that. Worked out once: it is the same for most layers."""
+    """Where the tokens of `B` rows go in a store. Most layers of a cache agree in that, so it is computed once for them."""
 
     lasting: torch.Tensor
-    """bool `[B, P]` on the CPU: full pages"""
+    """bool `[B, P]` on the CPU: full pages, which a growing store reads in place"""
     copied: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """int64 `[n]` on the device, of pages that a preallocated store copies: row, entry, and page among the tokens' blocks"""
+    """int64 `[n]` on the device: row, entry of its page table, and index in `StoredTokens.blocks` of the pages that a
+    preallocated store copies: all"""
     opened: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """the same of pages that are not full, which a growing store copies"""
+    """the same for the pages that a growing store copies: those that are not full"""
     slots: list[torch.Tensor]
     """by row, int64 on the device: slots of the tail's ring"""
     counts: tuple[torch.Tensor, torch.Tensor]
-    """int32 `[B, 1]` on the device: tokens of a row, and of its pages"""
+    """int32 `[B, 1]` on the device: tokens of a row, and how many of them are in pages"""
 
 
 def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) -> _Places:
@@ -145,10 +147,10 @@ def put_tokens(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places
     """Put these tokens into an empty store, in which they fit.
 
     Args:
-        known: of other layers of the same cache: what was worked out for one of them is used again.
+        known: results of `_places` for other layers of the same cache; new ones are added.
     """
     places = _places(store, tokens, {} if known is None else known)
-    # pages may reach further than those of a text that was read in one piece
+    # a row may have more pages than its length needs: after `crop`, tokens stay in pages that would be in the tail
     pages, width = places.copied, max(store.width_for(max(tokens.lengths)), tokens.table.shape[1])
     if store.capacity is None and bool(places.lasting.any()):
         store.adopt(tokens.blocks, tokens.shared, tokens.table.numpy(), places.lasting.numpy(), width)
@@ -170,7 +172,8 @@ def put_tokens(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places
 
 
 def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:
-    """Convert tokens of a store with one spec for a store with another, which differs only in the layout of pages."""
+    """Convert tokens of a store with the spec `old` for a store with the spec `new`. The specs differ only in the layout of
+    pages."""
     if old == new:
         return tokens
     formats = list(zip(old.formats, new.formats, widths, strict=True))

@@ -1,14 +1,18 @@
-// Attention of the new tokens' queries to everything a layer stores and, causally, to the new tokens: `reference.attend`. TRANSFORMED: the
+// Attention of the new tokens' queries to all stored tokens and, causally, to the new tokens: `reference.attend`. TRANSFORMED: the
 // kernel also transforms queries and new keys. APPENDS: it also stores the new token (one per sequence).
 //
-// One launch, one CTA per multiprocessor. The work of all rows (sequence x KV head), counted in bytes, is divided equally among the warp
-// groups of all CTAs. A warp group's work may begin and end inside rows (`plan.cuh`). In a row, some of its warps first take the
-// full-precision window. Then each warp takes work tiles of the row's pages: the next one whenever it has finished one. With heads of more
-// than 256 channels two warps do this together; "worker" means such a pair, or one warp (`exchange.cuh`). Consecutive warps belong to
-// different warp groups, because the scheduler prefers older warps, which run ahead. The last warp group to finish a row merges the partial
-// results that the others left in global memory.
+// One launch, at most one CTA per multiprocessor. A row here is one KV head of one sequence. The work of all rows, counted in bytes, is
+// divided equally among the warp groups of all CTAs. A warp group's work may begin and end inside rows (`plan.cuh`); its part of a row is
+// a split. In a split, some of its warps first attend to the full-precision window. Then each warp takes work tiles of the row's pages:
+// the next one whenever it has finished one. The last warp group to finish a row merges the partial results that the others left in
+// global memory.
 //
-// q k^T and p v are computed by m16n8k16. Its left operand is the stored tokens, its eight columns are query rows (heads x tokens).
+// With heads of more than 256 channels two warps attend together. "Worker" means such a pair, or one warp (`exchange.cuh`).
+//
+// The scheduler prefers older warps, which therefore run ahead. So consecutive warps belong to different warp groups: each group has
+// older and younger warps.
+//
+// The instruction m16n8k16 computes q k^T and p v. Its left operand is the stored tokens, its eight columns are query rows (heads x tokens).
 // Lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
 #include "warp.cuh"
 #include "exchange.cuh"
@@ -32,15 +36,15 @@ template <class F> __device__ __forceinline__ void find_table(F& format, u32 at,
   if constexpr (TableBytes<F>::value > 0) format.find(at, lane);
 }
 
-// Starts to copy codebooks: a warp group copies those of its KV head, or a CTA those that all heads share.
+// Starts to copy codebooks: those of a KV head, by a warp group; or those that all heads share (SHARED_TABLES), by the CTA.
 __device__ __forceinline__ void fill_tables(const Args& a, u32 tables, int h, int thread) {
   fill_table<Keys>(tables, a.tables[0], h, thread);
   fill_table<Values>(tables + KEY_TABLE, a.tables[1], h, thread);
   commit();
 }
 
-// The number of workers of a warp group that take the row's window: few, so that the others start with pages. They take the window first, because
-// work tiles, taken one by one, then balance the load.
+// The number of workers of a warp group that attend to the window blocks of its split. Only as few workers as are needed do this, so that the others
+// start with pages. The window comes first: afterwards these workers take fewer work tiles than the others, which balances the load.
 __device__ __forceinline__ int workers_for_window(int blocks, int work_tiles) {
   return min(blocks,
              max(1, min((int)__fdividef((float)(WORKERS * blocks + work_tiles), (float)(work_tiles + 1)), WORKERS)));
@@ -61,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   const int row_block = blockIdx.y, real_rows = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // The warp group's first split. If its row does not depend on lengths, its queries are loaded before any copy starts.
+  // The warp group's first split. Under the schedules for rows of one length (`uniform_row`), its row is known before lengths are loaded. Then its
+  // queries are loaded before any copy starts. If lengths differ after all, `Plan` computes the split.
   Split split;
   Queries queries;
   int b, h;
@@ -72,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   const bool uniform =
       a.schedule() != WORK_RANGES && uniform_split(a, row_block, grid_warp_group, queries_loaded, b, h, lane, split);
   queries_loaded &= uniform;
-  if (uniform && thread == 0) splits[warp_group] = split;  // the next row is computed from it
+  if (uniform && thread == 0) splits[warp_group] = split;  // `next_row` advances it
   if (!uniform) {
     if (warp == 0) Plan(a, row_block, grid_warp_group, lane).next(splits[warp_group], ranges[warp_group]);
     sync_warp_group(warp_group);
@@ -149,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     BARRIER(sums_ready, sync_warp_group(warp_group));
     const i64 r = (i64)row.b * a.heads + row.h, results = a.warp_groups + (i64)a.batch * a.heads;
     const int first = split.warp_groups[0], last = split.warp_groups[1];
-    float* partial = a.partial + (row_block * results + r) * PARTIAL_FLOATS;  // of warp group c: + c * PARTIAL_FLOATS
+    float* partial = a.partial + (row_block * results + r) * PARTIAL_FLOATS;  // + c * PARTIAL_FLOATS: of warp group c
     const Target target{row.b, row.h, row_block * ROWS, real_rows};
     sums.merge(a, target, first == last, partial + (i64)grid_warp_group * PARTIAL_FLOATS, thread);
     if (first != last) {

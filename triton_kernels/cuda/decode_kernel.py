@@ -1,5 +1,7 @@
-"""`attend.cu` for the decode steps of one layer. A `DecodeKernel` is compiled, and its argument filled, once. Each step sets
-only the fields that change.
+"""Launches `attend.cu` for chunks of few tokens, above all decode steps.
+
+A `DecodeKernel` is compiled once for a layer and a kind of chunk. It also fills the kernel's argument, a structure, once. Each
+step sets only the fields that change.
 
 Words of this file: a *variant* is what a compilation depends on (`modules.AttendVariant`), a *module* a compiled and loaded
 file (`nvrtc.Module`), a *store* a layer's tensors (`LayerStore`), and *append* the storing of new tokens."""
@@ -22,8 +24,8 @@ from .modules import AttendVariant, attend_module, properties
 from .needs import slices
 
 DTYPES = (torch.float16, torch.bfloat16)
-#: the kernel itself transforms queries and keys for up to this many query rows of a KV head. It repeats the work for every
-#: 8 or 16 rows
+#: the kernel itself transforms queries and keys for up to this many query rows of a KV head. With more rows, each of its row
+#: blocks (8 or 16 rows) would transform the keys again
 MAX_TRANSFORMED_ROWS = 16
 #: largest number of row blocks of a launch (the grid's second axis)
 MAX_ROW_BLOCKS = 65535
@@ -49,8 +51,9 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def counters_for(state: LayerState, count: int) -> torch.Tensor:
-    """At least `count` int32 zeros. Every launch resets them to zero. They belong to the layer: launches on one layer are
-    serial, and captured graphs keep the address. Long chunks need more counters and get a new tensor."""
+    """At least `count` int32 zeros, which every launch resets to zero: the layer's `scratch`. All launches of a layer can
+    use it, because they are serial, and captured graphs keep its address. Long chunks need more counters and get a new
+    tensor."""
     return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
 
 
@@ -62,7 +65,7 @@ class KernelTransform(NamedTuple):
 
 
 def kernel_transform(rows: int, store: LayerStore) -> KernelTransform | None:
-    """The transform that the kernel applies to queries and keys if a KV head has `rows` query rows, or `None`."""
+    """The transform that the kernel applies to queries and keys, or `None`. rows: number of query rows of a KV head."""
     spec, fused = store.spec, store.spec.key_transform.fused
     if spec.untransformed or spec.key_transform.identity or fused is None or rows > MAX_TRANSFORMED_ROWS:
         return None
@@ -110,7 +113,12 @@ class DecodeKernel:
 
     Args:
         chunk: an example of that kind.
-        append: whether the kernel should also store a chunk of one token. `appends` is whether it does.
+        append: whether the kernel should also store the chunk, if it can (one token).
+
+    Attributes:
+        appends: whether it stores the chunk.
+        restores: whether it maps outputs back, as the value transform requires.
+        transform: the transform that it applies to queries and keys, or `None`.
 
     Raises:
         ValueError: the kernel does not compute in this dtype, or the chunk is too long.
@@ -132,20 +140,20 @@ class DecodeKernel:
                 f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // (q_heads // heads)} "
                 f"(prefill_chunk_size=...), because {why_no_launcher()}"
             )
-        # no more warp groups than can have work. Only the GPU knows the lengths of rows
+        # no more warp groups than can have work: pages of 128 tokens, window blocks of 32 tokens, and a rest of each, for
+        # rows of the largest length. Only the GPU knows the lengths of rows
         pages, programs = state.page_address.shape[1], batch * heads
         max_warp_groups = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
         slots = max(properties(q.device).multi_processor_count * shape.warp_groups // row_blocks, 1)
         warp_groups = min(grid_size(slots, programs), max_warp_groups)
         self._grid = -(-warp_groups // shape.warp_groups), row_blocks, 1
         self._threads = 32 * shape.warp_groups * shape.warps
-        # a single warp group shares no row
+        # query rows whose partial results are merged through global memory. A single warp group shares no row with another
         shared_rows = 0 if warp_groups == 1 else row_blocks * (warp_groups + programs) * row_block
-        self._out, self._partial = (
-            (batch, tokens, q_heads, head_dim_v),
-            shared_rows * (head_dim_v + 2 * slices(head_dim_v)),
-        )
-        self._state, self._arrived, self._counters = state, row_blocks * programs, row_blocks * programs + 1
+        self._out_shape = batch, tokens, q_heads, head_dim_v
+        self._partial_floats = shared_rows * (head_dim_v + 2 * slices(head_dim_v))
+        # a counter for each row block and row, and one of the warp groups that have read the layer's counters
+        self._state, self._arrived_index, self._num_counters = state, row_blocks * programs, row_blocks * programs + 1
         self._strides: tuple | None = None
 
         args = self._args = StepArgs() if self.appends else AttendArgs()
@@ -170,9 +178,9 @@ class DecodeKernel:
         if sinks is not None:
             sinks = sinks.contiguous() if sinks.dtype == q.dtype else sinks.float().contiguous()
         device, keys = q.device, k
-        out = torch.empty(self._out, dtype=q.dtype, device=device)
-        partial = torch.empty(self._partial, dtype=torch.float32, device=device)
-        counters = counters_for(self._state, self._counters)
+        out = torch.empty(self._out_shape, dtype=q.dtype, device=device)
+        partial = torch.empty(self._partial_floats, dtype=torch.float32, device=device)
+        counters = counters_for(self._state, self._num_counters)
         if self.transform is not None:
             keys = torch.empty(k.shape, dtype=k.dtype, device=device)
             args.raw_k = k.data_ptr()
@@ -184,7 +192,7 @@ class DecodeKernel:
         if isinstance(args, StepArgs):
             append = self._append_args
             append.k, append.v, append.mask = args.k, args.v, args.mask
-            args.arrived = args.counters + 4 * self._arrived
+            args.arrived = args.counters + 4 * self._arrived_index
         count_launch("attend")
         self._module.launch("attend", self._grid, self._threads, args, shared=self._shared)
         return out, keys
@@ -209,7 +217,7 @@ class DecodeKernel:
 
 
 def kernel_for(chunk: Chunk, store: LayerStore, append: bool) -> DecodeKernel:
-    """The kernel for chunks of this kind: the layer's cached kernel, or a new one."""
+    """The kernel for chunks of this kind: the kernel that the layer has cached, or a new one. append: see `DecodeKernel`."""
     q, k, v, mask, _, softcap, sinks, *_ = chunk
     assert q is not None
     kind = (
@@ -223,7 +231,7 @@ def kernel_for(chunk: Chunk, store: LayerStore, append: bool) -> DecodeKernel:
     )
     if (kernel := store.kernels.get(kind)) is None:
         kernel = DecodeKernel(chunk, store, append)
-        # not for longer chunks: the layer would cache one kernel per length
+        # kernels for longer chunks are not cached: there would be one per length
         if chunk.query_rows <= FUSED_ROWS["cuda"]:
             store.kernels[kind] = kernel
     return kernel
