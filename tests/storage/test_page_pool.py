@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from hf_lowbit_kv.storage.page_pool import Block, PagePool, PageTables, PinnedPages
+from hf_lowbit_kv.storage.page_pool import Block, PagePool, PageTables, PageUser, PinnedPages
 
 
 def _references(tables: PageTables) -> list[int]:
@@ -91,6 +91,61 @@ def test_a_block_belongs_to_its_oldest_living_user():
     assert len(other.blocks) == 1
 
 
+def test_a_table_that_leaves_a_block_has_no_part_in_it():
+    kept, tables = PinnedPages(2), PageTables(1, 1)
+    block = kept.block
+    tables.adopt([block], np.array([[0, 1]]), np.array([[True, True]]))
+    assert block.references.tolist() == [2, 2]
+    tables.reset()
+    assert block not in tables.blocks
+    assert block.references.tolist() == [1, 1]
+    del kept
+    assert block.owner is None
+    assert block.references.tolist() == [0, 0]
+
+
+def test_what_is_undone_has_no_references():
+    """Memory runs out after the numbers have changed: they and the counts become what they were."""
+    tables = PageTables(2, 3)
+    (fork,) = tables.fork(1, np.array([2, 1]), 3)
+    state, table, references = tables.__getstate__(), tables.table.tolist(), _references(tables)
+    tables.choose(np.array([32, 32]), 16, np.array([0, 0]))
+    tables.widen(1)
+    added = tables.blocks[-1]
+    assert _references(tables)[: len(references)] != references
+    tables.undo(state)
+    assert tables.table.tolist() == table
+    assert _references(tables) == references
+    assert _references(fork) == [1, 1, 1, *references]
+    assert added not in tables.blocks
+    assert added.references.tolist() == [0] * len(added)
+
+
+def test_a_change_names_each_entry_that_has_another_page():
+    """Layers write only these entries' addresses. A number may stay while its block is another one."""
+
+    def pages() -> list[list[tuple[Block, int]]]:
+        located = zip(*(part.tolist() for part in tables.located(tables.table)), strict=True)
+        return [[(tables.blocks[block], place) for block, place in zip(*row, strict=True)] for row in located]
+
+    kept, tables = PinnedPages(2), PageTables(2, 3)
+    lasting = np.array([[False, False, False], [False, True, True]])
+    for change in (
+        lambda: tables.choose(np.array([33, 20]), 16, np.array([1, 1])),
+        lambda: tables.adopt([kept.block], np.array([[0, 0, 0], [0, 0, 1]]), lasting),
+        tables.reset,
+        lambda: tables.widen(1),
+    ):
+        before = pages()
+        change()
+        rows = range(2) if tables.change.chosen is None else tables.change.chosen
+        named = set(zip(*(part.tolist() for part in tables.change.entries), strict=True))
+        for b, row in enumerate(pages()):
+            assert {p for p, page in enumerate(row) if before[rows[b]][p : p + 1] != [page]} <= {
+                column for each, column in named if each == b
+            }
+
+
 def test_numbers_of_attached_blocks_stay_and_are_used_again():
     """A thousand texts come and go, three at a time: page numbers do not grow with them."""
     pages, generator, held = PagePool(8), random.Random(0), []
@@ -119,3 +174,23 @@ def test_a_page_of_the_pool_is_free_without_references():
     assert pages.free == 2
     with pytest.raises(IndexError, match="only 2 are"):
         pages.take(3)
+
+
+def test_a_page_of_the_pool_to_which_another_object_refers_is_not_free():
+    pages, other = PagePool(2), PageUser()
+    (page,) = pages.take(1)
+    other.set_references({pages.blocks[0]: (np.arange(2) == page).astype(np.int32)})
+    assert pages.release([page]) == 0
+    assert pages.take(1) == [1 - page]
+    with pytest.raises(IndexError, match="only 0 are"):
+        pages.take(1)
+
+
+def test_the_memory_of_an_attached_block_does_not_count_in_the_pool():
+    pages, kept = PagePool(1), PinnedPages(2)
+    block = kept.block
+    pages.attach(block)
+    pages.acquire([1, 2])
+    del kept
+    assert block.owner is None
+    assert block.references.tolist() == [1, 1]
