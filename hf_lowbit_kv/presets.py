@@ -122,7 +122,7 @@ class Preset:
 
 
 def _eigen(name: str, key_format: str, value_format: str) -> Preset:
-    note = "own: calibrated rotation, static steps"
+    note = "own: calibrated transform, static steps"
     return Preset(name, key_format, value_format, note, sink=SINK_TOKENS, transform="eigen", value_transform="hadamard")
 
 

@@ -25,7 +25,7 @@
 #include "store_in_attend.cuh"
 
 extern "C" __device__ int shared_bytes = WARP_GROUPS * WARP_GROUP_BYTES + TABLES, argument_bytes = sizeof(StepArgs);
-static_assert(sizeof(StepArgs) == ARGUMENT_BYTES, "arguments.py declares reload_tables fields");
+static_assert(sizeof(StepArgs) == ARGUMENT_BYTES, "arguments.py declares other fields");
 static_assert(!TABLES || WARP_GROUPS == 1 || SHARED_TABLES, "a CTA has one codebook per side");
 
 // Copies the codebooks of a KV head from the parameters to shared memory.
