@@ -107,15 +107,17 @@ def test_a_fork_goes_on_by_itself_and_shares_full_pages(model, texts):
 
 
 def test_an_open_page_is_copied(model, texts):
-    steps = steps_on(model, "kv4", slots=2, residual=0)
+    steps = steps_on(model, "kv4", slots=3, residual=0)
     text = texts[2][:80]  # two pages and a half
     row = steps.pool.enter(200)
-    answer = [read(steps, row, text)]
-    fork = steps.pool.fork(row, 200)
-    steps.newest[fork.slot] = 9
+    first = read(steps, row, text)
+    alike, other = (steps.pool.fork(row, 200) for _ in range(2))
+    steps.newest[alike.slot], steps.newest[other.slot] = first, 9
+    answers = [[first], [first]]
     for _ in range(30):
-        answer.append(decode(steps, [row, fork])[0])
-    assert answer == one_row(model, text, "kv4", 31, residual=0)
+        for answer, token in zip(answers, decode(steps, [row, alike, other]), strict=False):
+            answer.append(token)
+    assert answers == [one_row(model, text, "kv4", 31, residual=0)] * 2
 
 
 def test_a_prefix_outlives_its_row(model, texts):

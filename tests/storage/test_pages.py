@@ -259,6 +259,12 @@ def _forked(store):
     return fork
 
 
+def _assert_addresses(store):
+    pool = store.state.pool
+    starts = torch.tensor([page.data_ptr() - pool[0].data_ptr() for block in pool for page in block])
+    assert torch.equal(starts[store.state.page_table.long()], store.state.page_address)
+
+
 @pytest.mark.parametrize("before", [lambda store: None, _shared, _cropped, _widened, _forked])
 def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
     """Whatever rows shared before. `_forked`: the fork holds full pages, so the store must not write there."""
@@ -269,11 +275,9 @@ def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
         fork = before(store)
         kept = None if fork is None else _row(fork)
         store.reset()
-        entries = store.state.page_table.flatten().long()
+        entries = store.state.page_table.flatten()
         assert len(entries.unique()) == len(entries)
-        pool = store.state.pool
-        starts = torch.tensor([page.data_ptr() - pool[0].data_ptr() for block in pool for page in block])
-        assert torch.equal(starts[entries], store.state.page_address.flatten())
+        _assert_addresses(store)
         k, v = _tokens(3, 900, seed=5)
         _append(store, k, v)
         for row in range(3):
@@ -288,14 +292,27 @@ def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_copies_are_independent(formats):
     store = _store(_spec(formats), capacity=500)
+    store.widen(store.pages_per_row + 3)  # the blocks of a copy lie at other distances
     _append(store, *_tokens(1, 300))
     before = _row(store)
     for twin in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
         _append(twin, *_tokens(1, 100, seed=1))
         _assert_same(_row(store), before)
-        start = twin.state.pool[0].data_ptr()
-        assert start != store.state.pool[0].data_ptr()
-        assert twin.state.page_address[0, 1] - twin.state.page_address[0, 0] == HEADS * twin.page_bytes
+        assert twin.state.pool[0].data_ptr() != store.state.pool[0].data_ptr()
+        _assert_addresses(twin)
+
+
+def test_a_layer_that_missed_a_choice_of_rows_follows_at_a_reset():
+    """Another layer chose rows, and an exception kept this one from it."""
+    spec = _spec(("int4-channel", "int4-token"))
+    one = _store(spec, batch=3, capacity=1000)
+    other = PagedStore(spec, 3, HEADS, HEAD_DIM, HEAD_DIM, torch.float16, "cpu", 1000, one.state.parameters, one.tables)
+    for store in (one, other):
+        _append(store, *_tokens(3, 700))
+    one.select_rows(torch.tensor([1, 1, 0]))
+    other.reset()
+    assert other.state.page_table.tolist() == one.tables.table.tolist()
+    _assert_addresses(other)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
