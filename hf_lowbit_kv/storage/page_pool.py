@@ -39,7 +39,7 @@ class Block:
 
     @property
     def owner(self) -> PageUser | None:
-        """The oldest living user: the memory counts there, and nobody else takes free pages."""
+        """The oldest living user: the memory counts there, and no other user takes free pages."""
         with _lock:
             return next((user for ref in tuple(self._users) if (user := ref()) is not None), None)
 

@@ -15,6 +15,7 @@ import accuracy_rows
 import pytest
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.eval.benchmarks.model_tables import accuracy, mean
 from hf_lowbit_kv.eval.benchmarks.result_files import read_records
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import DEFAULT_PRESET, PAPER_PRESETS
@@ -28,6 +29,18 @@ def page(name: str) -> str:
 
 def bits(preset: str) -> float:
     return lb.get_preset(preset).spec().bits_per_value(32768, 128)
+
+
+def test_what_presets_reach_on_the_real_model_is_in_the_records():
+    rows = re.findall(
+        r"^\| `([\w-]+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| \.(\d{4}) \| \.(\d{4}) \|$", page("docs/dev/own-formats.md"), re.M
+    )
+    assert {"int8", "int6", "int5", "fp8", "eigen-4", "eigen-3", "eigen-2"} == {name for name, *_ in rows}
+    for name, *figures in rows:
+        for context, figure in zip((4096, 16384), figures, strict=True):
+            records = accuracy(context)[name]
+            assert len(records) == 4
+            assert figure == f"{mean(records, 'kl'):.4f}".removeprefix("0."), (name, context)
 
 
 @pytest.mark.parametrize("document", ["README.md", *(f"docs/{name}.md" for name in ("choose", "dev/recording"))])
