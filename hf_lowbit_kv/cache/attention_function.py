@@ -12,7 +12,7 @@ from ..storage.reference import plain_attention
 from ..storage.step import Chunk
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, NO_WEIGHTS, refuse_backward
 from .layer_view import LayerView
-from .token_counts import Seen
+from .token_counts import RingOffset, Seen
 
 
 def lowbit_attention(
@@ -204,6 +204,8 @@ def lowbit_mask(
     from .stored_masks import honour_mask
 
     mask_function = mask_function or causal_mask_function
+    if isinstance(kv_offset, RingOffset):
+        return kv_offset.mask(kv_length, mask_function)
     cut = q_length > 1 and _cuts_masks(kwargs.get("config"))
     of_others = cut and not (isinstance(kv_offset, Seen) or torch.compiler.is_compiling())
     if cut:  # without a mask the queries that are left would count from the first key

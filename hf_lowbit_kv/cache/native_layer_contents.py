@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import StaticLayer
 
 from .native_layers import RECURRENT, SLIDING, STORES_NOTHING, native_layers
+from .ring_layer import RingLayer
 
 #: the dictionaries of a recurrent layer's tensors, and the names under which `lazy_initialization` takes them
 _STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
@@ -47,6 +48,8 @@ def contents_of(layer: Any) -> NativeContents:
     native_layer: Any = layer
     if isinstance(layer, STORES_NOTHING):
         return NativeContents(seen, tokens, states)
+    if isinstance(layer, RingLayer):
+        return NativeContents(layer.length, layer.newest(layer.window - 1) if layer.length else None, states)
     if getattr(native_layer, "is_initialized", False) and (seen := int(native_layer.get_seq_length())):
         static, slots = isinstance(layer, StaticLayer), native_layer.keys.shape[-2]
         count = min(seen, slots if static or not isinstance(layer, SLIDING) else native_layer.sliding_window - 1)

@@ -6,8 +6,8 @@ advance the count there (`FixedLength`). Then Python knows only a lower bound, `
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,31 @@ class Seen(int):
         new = cls(int(layer.get_seq_length()))
         new.layer = layer
         return new
+
+
+class RingOffset(int):
+    """The positions of keys that are in rings (`ring_layer`). They differ from row to row, so they are no single offset.
+    transformers asks the cache for it and passes it to the mask function."""
+
+    new: torch.Tensor
+    """int64 `[rows]`: positions of the new tokens, which are in the rings already"""
+
+    @classmethod
+    def of(cls, new: torch.Tensor) -> RingOffset:
+        offset = cls()
+        offset.new = new
+        return offset
+
+    def mask(self, slots: int, allows: Callable[..., Any]) -> torch.Tensor:
+        """bool `[rows, 1, 1, slots]`: which slots the new tokens attend to.
+
+        Args:
+            allows: one of `transformers.masking_utils`: whether a token attends to another one, by their positions.
+        """
+        new = self.new[:, None, None, None]
+        keys = new - (new - torch.arange(slots, device=new.device)) % slots
+        rows = torch.arange(len(new), device=new.device)[:, None, None, None]
+        return (keys >= 0) & allows(rows, torch.zeros_like(rows), new, keys)
 
 
 class Padding(Unstamped):

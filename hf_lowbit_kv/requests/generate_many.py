@@ -54,14 +54,15 @@ def generate_many(
         print(results[0].text)
 
     Args:
-        model: a causal language model whose every layer is packed; PEFT or `torch.compile` may wrap it.
+        model: a causal language model whose layers are packed or attend to a sliding window; PEFT or `torch.compile` may
+            wrap it. Models that also read images answer requests of text.
         requests: a list or an iterator. A request is a text, token ids, a list of messages, or a dict with one of
             `"prompt"`, `"messages"`, `"input_ids"`, optionally an `"id"`, and its own options. With `"past_key_values"`, a
             cache that holds the beginning of the prompt (such as `chat.cache`), only the rest is read; the cache does not
             change. The iterator is advanced whenever a row is free. It may yield `None` while it has none.
         preset: see `preset_names`; `None`: `kivi-4-sink`.
         tokenizer: for texts, messages and `stop_strings`; without it results have no text.
-        memory: bytes of the pool (pages, windows, tables, kept prefixes), or a size such as `"24GB"`. Default: 90 % of
+        memory: bytes of the pool (pages, windows, rings, tables, kept prefixes), or a size such as `"24GB"`. Default: 90 % of
             the memory that is free after the model has read one chunk. A pool is never larger than the requests need.
         max_rows: largest number of sequences at once. Default: as many as fit, up to 128.
         prefill_chunk_size: prompts are read in chunks that end at multiples of this number; `0`: whole prompts. A
@@ -70,7 +71,7 @@ def generate_many(
             call are added to it.
         share_prefixes: whether prompts with the same beginning share full pages. Tokens after a shared prefix attend
             to packed pages instead of their own chunk, so a text may differ a little. With `False`, texts do not depend
-            on other requests.
+            on other requests. Models with sliding windows do not share.
         as_completed: return an iterator over results in the order in which they end. Its `close()` frees all rows.
         progress: show a bar on stderr, if that is a terminal.
         calibration: for presets that need one, as for `LowBitCache`.
@@ -86,7 +87,7 @@ def generate_many(
 
     Raises:
         ValueError: an option of the call cannot be served (beams, assistants, images, unknown names), or no request of a
-            list; the model has layers that are not packed, or there is too little memory. Nothing is allocated then. If
+            list; the model has recurrent layers, or there is too little memory. Nothing is allocated then. If
             single requests cannot be served, because of their prompt or their own options, they get a result with an error
             instead.
         Interrupted: Ctrl-C was pressed. Its `results` have the texts so far.

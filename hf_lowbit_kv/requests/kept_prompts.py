@@ -11,6 +11,7 @@ from ..cache.cache_contents import CacheContents
 from ..cache.low_bit_cache import LowBitCache
 from .pool_steps import PoolSteps
 from .request import Request
+from .ring_memory import sliding_indices
 from .row_pool import Prefix, Row
 
 
@@ -38,7 +39,7 @@ class KeptPrompts:
         template = steps.template
         #: tokens of a longer text that are not worth another window
         self._slack = max(layer.spec.residual + layer.spec.page_size for layer in template.packed_layers)
-        self._kind = cache_contents.kind_of(template)
+        self._kind, self._sliding = cache_contents.kind_of(template), sliding_indices(template)
         self.begin()
 
     def begin(self) -> None:
@@ -67,7 +68,8 @@ class KeptPrompts:
             contents = self._store.find(self._steps.template, [ids], self._key_now(), known).contents
         if contents is None:
             return None
-        return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)])
+        rings = [tokens for index in self._sliding if (tokens := contents.native_layers[index].tokens) is not None]
+        return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)], rings)
 
     def _of_cache(self, request: Request, known: int) -> CacheContents | None:
         cache, ids, wrong = request.cache, torch.tensor(request.prompt_ids), "past_key_values cannot go on"
@@ -86,6 +88,10 @@ class KeptPrompts:
         paged = [(layer.spec, layer.tokens.paged[0]) for layer in layers.values()]
         in_tail = match > max(spec.sink + tokens for spec, tokens in paged)
         tokens = match if in_tail or match == stored[0] else cache_contents.whole_pages(paged, match)
+        if self._sliding and match < stored[0]:
+            raise ValueError(
+                f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, and sliding-window layers need all of them"
+            )
         if tokens == 0:
             raise ValueError(f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, too few to use")
         if tokens <= known:

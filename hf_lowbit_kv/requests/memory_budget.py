@@ -10,6 +10,7 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..generation.prefill import GpuMemory
+from .ring_memory import RingShape
 from .slot_memory import TABLE_STEP, StoredLayer
 
 #: default for the share of the free memory that a pool takes
@@ -83,6 +84,7 @@ def pool_size(
     longest: int | None,
     max_rows: int | None,
     sinks: bool,
+    rings: Sequence[RingShape] = (),
 ) -> PoolSize:
     """The number of slots and pages for this memory.
 
@@ -90,7 +92,7 @@ def pool_size(
         memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand. Rows that do
             not fit by themselves get no memory.
         longest: tokens of the longest text that the model was made for, if known: no row may hold more. sinks: whether prefixes
-            are kept.
+            are kept. rings: of the sliding layers; each row has them.
 
     Raises:
         ValueError: there is no room for the window and a page of a single row.
@@ -101,14 +103,15 @@ def pool_size(
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
     bounds = [*([max(limits)] if limits else []), *([longest] if longest else [])]
     max_length = min([possible + page, *bounds])
-    fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length)
+    of_rings = sum(ring.row_bytes(max_length) for ring in rings)
+    fixed = slot_bytes(layers, sinks) + _table_bytes(layers, max_length) + of_rings
 
     def tokens_beside(slots: int) -> int:
         return int((memory - slots * fixed) / each) // page * page
 
     if (single_row := tokens_beside(1)) < page:
         raise ValueError(
-            f"memory={memory} bytes are too few: the 16-bit window of a row takes {fixed}, and a page {int(page * each)}"
+            f"memory={memory} bytes are too few: the 16-bit windows of a row take {fixed}, and a page {int(page * each)}"
         )
     max_length = max(min(max_length, _room(layers, single_row)), 1)
     slots = MOST_ROWS if max_rows is None else max_rows

@@ -10,7 +10,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
-from ..cache.native_layers import STORES_NOTHING
+from ..cache.native_layers import RECURRENT, SLIDING, STORES_NOTHING
 from ..cache.served_models import longest_text
 from ..presets import DEFAULT_PRESET
 
@@ -36,20 +36,26 @@ def empty_caches(
         return from_preset(name, model, max_cache_len=tokens, **options)
 
     for index, layer in enumerate(make(1).layers):
-        if not isinstance(layer, (LowBitLayer, *STORES_NOTHING)):
+        if isinstance(layer, RECURRENT) or not isinstance(layer, (LowBitLayer, *SLIDING, *STORES_NOTHING)):
             raise ValueError(
-                f"layer {index} of {type(model).__name__} is not packed (its cache is a {type(layer).__name__}), and a pool of "
-                "rows has only packed layers; use lb.generate"
+                f"layer {index} of {type(model).__name__} keeps a state instead of tokens (its cache is a "
+                f"{type(layer).__name__}), which a pool of rows does not serve; use lb.generate"
             )
-    config = model.config.get_text_config(decoder=True)
-    if config is not model.config:
+    if any(getattr(module, "is_causal", True) is False for module in model.get_decoder().modules()):
         raise ValueError(
-            f"{type(model).__name__} reads more than text, which a pool of rows does not serve; use lb.generate"
+            f"{type(model).__name__} reads a prompt in both directions, so a pool of rows cannot read it in chunks; use "
+            "lb.generate"
         )
     accepted = inspect.signature(model.forward).parameters
     if lacking := [name for name in ("position_ids", "logits_to_keep") if name not in accepted]:
         raise ValueError(f"{type(model).__name__} takes no {lacking[0]}, which a pool of rows needs; use lb.generate")
     return make
+
+
+def placeholders(config: Any) -> dict[int, str]:
+    """The tokens of a prompt that an image, a video or a sound would replace, and which of these."""
+    names = {f"{kind}_token_{suffix}": kind for kind in ("image", "video", "audio") for suffix in ("id", "index")}
+    return {token: kind for name, kind in names.items() if isinstance(token := getattr(config, name, None), int)}
 
 
 def longest_row(model: Any) -> int | None:

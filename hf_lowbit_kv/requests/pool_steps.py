@@ -16,11 +16,14 @@ import torch
 
 from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
+from ..cache.low_bit_layer import LowBitLayer
+from ..cache.native_layers import SLIDING
 from ..generation import recording
 from ..generation.fusing import MOST_FUSED_ROWS, compile_ahead, compiling
 from .memory_budget import USABLE, activation_bytes, free_memory, pool_size
 from .pool_models import longest_row
 from .pooled_cache import PooledCache
+from .ring_memory import ring_shapes
 from .row_pool import Row, RowPool
 from .shared_prefixes import SharedPrefixes
 from .slot_memory import StoredLayer
@@ -129,16 +132,12 @@ class PoolSteps:
             logits of the next tokens by slot, `[padded rows, vocabulary]`; those of other slots are meaningless.
         """
         padded = self._padded(len(self.pool.rows))
-        positions, taking_part = [0] * padded, [0] * padded
+        cache = self._batch(padded)
+        numbers = cache.begin_step(rows)
         for row in rows:
             self.pool.extend(row, 1)
-            positions[row.slot], taking_part[row.slot] = row.length, 1
             row.length += 1
         self.pool.flush()
-        host = torch.tensor([positions, taking_part], pin_memory=self.device.type == "cuda")
-        numbers = host.to(self.device, non_blocking=True)
-        cache = self._batch(padded)
-        cache.begin(max(positions))
         inputs = {
             "input_ids": self.newest[:padded, None],
             "position_ids": numbers[0][:, None],
@@ -164,7 +163,7 @@ class PoolSteps:
 
     def _batch(self, rows: int) -> PooledCache:
         if rows not in self._batches:
-            self._batches[rows] = PooledCache(self.template, self.pool, rows)
+            self._batches[rows] = PooledCache(self.template, self.pool, rows, steps=True)
         return self._batches[rows]
 
     def _step(self, rows: int) -> recording.RecordedStep | None:
@@ -221,12 +220,17 @@ def new_pool(
     read = max(chunk_size, 2) if model.device.type == "cuda" else 2
     template = make_cache(read)
     needed = activation_bytes(model.device, lambda: read_once(model, template, read))
-    layers = stored_layers(template)
-    for layer in template.packed_layers:
-        layer.store = None  # the rows of the pool take its place
+    layers, rings = stored_layers(template), ring_shapes(template)
+    for layer in template.layers:  # the rows of the pool take its place
+        if isinstance(layer, LowBitLayer):
+            layer.store = None
+        elif isinstance(layer, SLIDING):
+            layer.keys, layer.values, layer.is_initialized = None, None, False
+    share_prefixes = share_prefixes and not rings  # pages restore no sliding window
     if memory is None:
         memory = int(share * max(free_memory(model.device) - needed, 0))
-    size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes)
-    pool = RowPool(layers, *agree([size.slots, tokens or size.tokens, size.max_length]))
+    size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes, rings)
+    slots, tokens, max_length = agree([size.slots, tokens or size.tokens, size.max_length])
+    pool = RowPool(layers, slots, tokens, max_length, rings)
     prefixes = SharedPrefixes(pool, pool.slots) if share_prefixes else None
     return PoolSteps(model, template, pool, record), prefixes

@@ -6,6 +6,7 @@ pool knows. So nothing is counted on the device, and the pool checks for room.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ import torch
 from ..backends import operations as ops
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
+from ..cache.native_layers import SLIDING
 from ..cache.overrun import OverrunWatch
 from ..cache.pass_guard import PassGuard
 from ..cache.token_counts import Length
 from ..storage.paged_store import LayerStore
 from ..storage.step import Chunk
-from .row_pool import RowPool
+from .row_pool import Row, RowPool
 
 
 class PooledLayer(LowBitLayer):
@@ -62,21 +64,35 @@ class PooledCache(LowBitCache):
     Args:
         template: a cache of the same model that has read tokens.
         rows: number of rows.
+        steps: whether it is for decode steps; otherwise for chunks of one row.
     """
 
-    def __init__(self, template: LowBitCache, pool: RowPool, rows: int):
+    def __init__(self, template: LowBitCache, pool: RowPool, rows: int, steps: bool = False):
         vars(self).update(vars(template))
         self._pool, self._rows = pool, rows
+        rings = pool.memory.rings
+        with torch.inference_mode(False):
+            #: of the rows, see `begin_step`
+            self._numbers = torch.zeros(
+                3 + len(rings.ring_slots), rows, dtype=torch.long, device=template.packed_layers[0].device
+            )
         stores = [
             LayerStore(state.rows(slice(0, rows)), layer.spec)
             for layer, state in zip(template.packed_layers, pool.memory.states, strict=True)
         ]
+        packed = iter(stores)
+        self._rings = rings.layers(slice(0, rows), self._numbers[2:] if steps else None)
+        sliding = iter(self._rings)
         self.layers: Any = [
-            PooledLayer(layer, store, pool.max_length)
-            for layer, store in zip(template.packed_layers, stores, strict=True)
+            PooledLayer(layer, next(packed), pool.max_length)
+            if isinstance(layer, LowBitLayer)
+            else next(sliding)
+            if isinstance(layer, SLIDING)
+            else layer
+            for layer in template.layers
         ]
-        self._overrun, self.guard = OverrunWatch(), PassGuard()
-        for layer in self.layers:
+        self._overrun, self.guard = OverrunWatch(), PassGuard(self._first_packed_index)
+        for layer in self.packed_layers:
             layer.guard = self.guard
 
     def place(self, slot: int) -> None:
@@ -84,6 +100,9 @@ class PooledCache(LowBitCache):
         for layer, state in zip(self.packed_layers, self._pool.memory.states, strict=True):
             assert layer.store is not None
             layer.store.state = state.rows(slice(slot, slot + self._rows))
+        placed = self._pool.memory.rings.layers(slice(slot, slot + self._rows))
+        for ring, there in zip(self._rings, placed, strict=True):
+            ring.keys, ring.values = there.keys, there.values
 
     def expect_steps(self, rows: list[int]) -> None:
         """Kernels of decode steps with these numbers of rows are compiled while the next prompt is read."""
@@ -93,8 +112,28 @@ class PooledCache(LowBitCache):
     def begin(self, length: int) -> None:
         """A pass over rows of `length` tokens begins. If rows differ in length, any length will do."""
         self.guard.forget()
-        for layer in self.layers:
-            layer.begin(length)
+        for layer in self.packed_layers:
+            layer.begin(length)  # type: ignore[attr-defined]
+        for ring in self._rings:
+            ring.begin(length)
+
+    def begin_step(self, taking_part: Sequence[Row]) -> torch.Tensor:
+        """A decode step begins, of the rows from slot 0 on.
+
+        Returns:
+            int64 `[n, rows]`: the position of each new token, and 1 if its row takes part; then, for rings, its position also
+            if the row takes no part, and its slots. The same memory in each step.
+        """
+        positions, part, lengths = ([0] * self._rows for _ in range(3))
+        for row in self._pool.rows:
+            lengths[row.slot] = row.length
+        for row in taking_part:
+            positions[row.slot], part[row.slot] = row.length, 1
+        slots = [[length % count for length in lengths] for count in self._pool.memory.rings.ring_slots]
+        host = torch.tensor([positions, part, lengths, *slots], pin_memory=self._numbers.device.type == "cuda")
+        self._numbers.copy_(host, non_blocking=True)
+        self.begin(max(positions))
+        return self._numbers
 
     def check_overrun(self, wait: bool = True) -> None:
         """Does nothing: the pool gives every row its pages before a token comes, so no check of the device is needed."""

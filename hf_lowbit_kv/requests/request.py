@@ -14,6 +14,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..generation.call_options import check_names, check_options, new_tokens_of, return_sequences
 from ..generation.sampling_settings import check_settings, processors_of
+from .pool_models import placeholders
 
 #: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
@@ -87,6 +88,7 @@ class RequestReader:
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]):
         self.model, self.tokenizer, self.options, self._rope = model, tokenizer, dict(options), length_rope(model)
+        self._placeholders = placeholders(model.config)
         if "max_new_tokens" not in options and "max_length" not in options:
             options = {"max_new_tokens": 1, **options}
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -154,6 +156,10 @@ class RequestReader:
         if not ids:
             raise ValueError(f"{kind}={prompt!r} has no token: there is nothing to read")
         self._check_tokens("", ids)
+        if (token := next((token for token in ids if token in self._placeholders), None)) is not None:
+            raise ValueError(
+                f"token {token} is the place of {self._placeholders[token]} input, and requests are text; use lb.generate"
+            )
         return ids
 
     def _from_text(self, kind: str, prompt: Any, options: Mapping[str, Any]) -> list[int]:

@@ -24,6 +24,7 @@ from ..cache.cache_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import Block, PagePool
 from ..storage.stored_tokens import in_layout_of
+from .ring_memory import RingMemory, RingShape
 from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
 
 
@@ -60,6 +61,8 @@ class Prefix:
     """by paging, tokens in pages; empty: all but the sink's"""
     opened: dict[Hashable, list[torch.Tensor]] = field(default_factory=dict)
     """by paging, the page after these if it is not full, see `SlotMemory.write_page`"""
+    rings: list[Pair] = field(default_factory=list)
+    """of each sliding layer, see `RingMemory.put`"""
 
 
 class RowPool:
@@ -70,9 +73,17 @@ class RowPool:
         slots: largest number of rows at once.
         tokens: tokens for which there are pages, all rows together.
         max_length: largest number of tokens of a single row.
+        rings: of the model's sliding layers.
     """
 
-    def __init__(self, layers: Sequence[StoredLayer], slots: int, tokens: int, max_length: int):
+    def __init__(
+        self,
+        layers: Sequence[StoredLayer],
+        slots: int,
+        tokens: int,
+        max_length: int,
+        rings: Sequence[RingShape] = (),
+    ):
         self.layers, self.slots, self.max_length = list(layers), slots, max_length
         self._specs: dict[Hashable, LayerSpec] = {layer.paging: layer.spec for layer in self.layers}
         pages = {paging: max(-(-tokens // spec.page_size), 1) for paging, spec in self._specs.items()}
@@ -80,7 +91,7 @@ class RowPool:
             paging: -(-max(spec.pages_for(max_length), 1) // TABLE_STEP) * TABLE_STEP
             for paging, spec in self._specs.items()
         }
-        self.memory = SlotMemory(self.layers, slots, pages, entries)
+        self.memory = SlotMemory(self.layers, slots, pages, entries, RingMemory(rings, slots, max_length))
         self.page_pools = {paging: PagePool(count) for paging, count in pages.items()}
         self.rows: list[Row] = []
         self._due: dict[Hashable, list[tuple[int, int, int]]] = {paging: [] for paging in self._specs}
@@ -187,6 +198,7 @@ class RowPool:
             paging: max(prefix.length - spec.sink, 0) for paging, spec in self._specs.items()
         }
         self.memory.set_window(row.slot, prefix.length, row.paged, prefix.sinks, prefix.tails)
+        self.memory.rings.put(row.slot, prefix.length, prefix.rings)
         row.length = prefix.length
 
     def extend(self, row: Row, tokens: int) -> None:
@@ -292,11 +304,12 @@ class RowPool:
 
     # ---- kept texts -----------------------------------------------------------------------------------------------
 
-    def kept(self, parts: Sequence[LayerContents]) -> Prefix:
+    def kept(self, parts: Sequence[LayerContents], rings: Sequence[Pair] = ()) -> Prefix:
         """The prefix with which a row of a kept text begins. Its pages are not copied; it must be adopted at once.
 
         Args:
             parts: for each layer, in order, contents with one row. Layers of one paging have the same tables.
+            rings: see `Prefix`.
         """
         parts = [
             part._replace(tokens=part.tokens.to(layer.device)) for part, layer in zip(parts, self.layers, strict=True)
@@ -322,7 +335,7 @@ class RowPool:
         for group in self.memory.groups:
             of_group = [parts[i].tokens for i in group.layers]
             windows.append([_stacked([x.sinks[0] for x in of_group]), _stacked([x.tails[0] for x in of_group])])
-        return Prefix(length, pages, [x for x, _ in windows], [x for _, x in windows], paged, opened)
+        return Prefix(length, pages, [x for x, _ in windows], [x for _, x in windows], paged, opened, list(rings))
 
     def _in_layout(self, index: int, part: LayerContents, block: int, pages: slice = slice(None)) -> torch.Tensor:
         """A block of a layer, or pages of it, in the layout of the pool."""
@@ -366,6 +379,7 @@ class RowPool:
         self.memory.groups.clear()
         self.memory.states.clear()
         self.memory.tables.clear()
+        self.memory.rings.clear()
         self.rows.clear()
 
 

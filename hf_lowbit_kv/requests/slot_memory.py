@@ -1,4 +1,5 @@
-"""The tensors of a pool of rows. Each slot has a full-precision window, counters and a page table. All slots share the pages.
+"""The tensors of a pool of rows. Each slot has a full-precision window, counters, a page table and, in models with sliding
+windows, rings. All slots share the pages.
 
 Layers of one shape share tensors, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's part of
 them looks like the state of a cache with `slots` rows, so kernels see no difference.
@@ -19,6 +20,7 @@ import torch
 from ..cache.low_bit_layer import LowBitLayer
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import SCRATCH, LayerState
+from .ring_memory import RingMemory
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 #: entries of a page table are a multiple of this, so that every slot's part of it begins at a multiple of 16 bytes
@@ -93,13 +95,19 @@ class SlotMemory:
         slots: number of rows.
         pages: number of pages, by paging (`LayerSpec.paging`).
         entries: largest number of pages of a single row, by paging.
+        rings: the rings of the slots.
     """
 
     @torch.inference_mode(False)
     def __init__(
-        self, layers: Iterable[StoredLayer], slots: int, pages: dict[Hashable, int], entries: dict[Hashable, int]
+        self,
+        layers: Iterable[StoredLayer],
+        slots: int,
+        pages: dict[Hashable, int],
+        entries: dict[Hashable, int],
+        rings: RingMemory,
     ):
-        self.layers, self.slots = list(layers), slots
+        self.layers, self.slots, self.rings = list(layers), slots, rings
         shapes: dict[Hashable, list[int]] = defaultdict(list)
         for index, layer in enumerate(self.layers):
             shapes[(layer.paging, layer.page_bytes, *layer[1:5])].append(index)
@@ -207,7 +215,8 @@ class SlotMemory:
             group.addresses[:, target] = group.addresses[:, source]
 
     def copy_window(self, source: int, target: int) -> None:
-        """Copy the full-precision window (sink and tail) and the counters of a row."""
+        """Copy the full-precision window (sink and tail), the rings and the counters of a row."""
+        self.rings.copy(source, target)
         for group in self.groups:
             for tensor in group.windows:
                 tensor[:, target] = tensor[:, source]
@@ -272,7 +281,7 @@ class SlotMemory:
             for tensor in state._replace(parameters=[], pool=state.pool[:1]).tensors():
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr(), tensor.device] = storage.nbytes()
-        return sum(sizes.values()) + sum(group.starts.nbytes for group in self.groups)
+        return sum(sizes.values()) + sum(group.starts.nbytes for group in self.groups) + self.rings.nbytes
 
     @property
     def lost(self) -> int:

@@ -246,10 +246,17 @@ def test_the_paged_cache_implementation(models, ours):
 
 
 @needs_release
-def test_layers_that_are_not_packed():
-    model, _ = tiny_models("gemma2")
-    with lb.enable(model, "dense"), pytest.raises(ValueError, match=r"layer \d of Gemma2ForCausalLM is not packed"):
+def test_recurrent_layers():
+    model, _ = tiny_models("lfm2")
+    with lb.enable(model, "dense"), pytest.raises(ValueError, match=r"layer \d of Lfm2ForCausalLM keeps a state"):
         written(model, [prompt(10)])
+
+
+@needs_release
+def test_sliding_windows():
+    ours, theirs = tiny_models("gemma3_text")
+    with lb.enable(ours, "dense"):
+        check(theirs, written(ours, [prompt(n) for n in (7, 33, 200)], max_batch_tokens=100))
 
 
 # ---- in force, and not ------------------------------------------------------------------------------------------------

@@ -750,9 +750,11 @@ def test_arguments_out_of_range(model, texts, pools, arguments, message):
     assert not pools
 
 
-def test_models_whose_layers_are_not_all_packed_are_refused(pools):
-    model = tiny_models("gemma3_text")[0]
-    with pytest.raises(ValueError, match=r"layer 0 .* is not packed .*; use lb\.generate"):
+def test_recurrent_layers_are_refused(pools):
+    model = tiny_models("lfm2")[0]
+    with pytest.raises(
+        ValueError, match=r"layer 0 of Lfm2ForCausalLM keeps a state instead of tokens .*; use lb\.generate"
+    ):
         lb.generate_many(model, [[5]], max_new_tokens=3)
     assert not pools
 

@@ -6,6 +6,7 @@ from cases import SMALL_PAGES
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
+from hf_lowbit_kv.requests.ring_memory import ring_shapes
 from hf_lowbit_kv.requests.row_pool import RowPool
 
 CHUNK = 64
@@ -15,14 +16,17 @@ def steps_on(model, preset="kivi-4-sink", slots=4, tokens=2048, max_length=512, 
     """A model on a new pool, whose free memory is poisoned."""
     template = lb.from_preset(preset, model, max_cache_len=32, **SMALL_PAGES | options)
     read_once(model, template, 2)
-    steps = PoolSteps(model, template, RowPool(stored_layers(template), slots, tokens, max_length))
+    pool = RowPool(stored_layers(template), slots, tokens, max_length, ring_shapes(template))
+    steps = PoolSteps(model, template, pool)
     if poisoned:
         poison(steps.pool)
     return steps
 
 
 def poison(pool: RowPool) -> None:
-    """NaN in every free page, and in every window of an empty slot."""
+    """NaN in every free page, and in every window and ring of an empty slot."""
+    for rings in pool.memory.rings.tensors:
+        rings[:, len(pool.rows) :] = float("nan")
     for group in pool.memory.groups:
         for window in group.windows:
             window[:, len(pool.rows) :] = float("nan")
