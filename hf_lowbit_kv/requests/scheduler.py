@@ -7,7 +7,8 @@ depend on its neighbours. A prompt that fits into the rest of a chunk is read be
 round at least.
 
 On a GPU the CPU receives the tokens of a step while the next step runs. If a row has ended with such a token, it has
-taken one step too many, and that step's token is dropped.
+taken one step too many, and that step's token is dropped. Between prompts the CPU receives the tokens that have arrived,
+without waiting: the first token of a text is not held back until all prompts of a round are read.
 """
 
 from __future__ import annotations
@@ -112,7 +113,13 @@ class _Pending:
     sampled: Drawn
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
-    arrived: Any = None
+    arrival: Any = None
+    """an event of the device; `None`: they are on the CPU"""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing has to wait for them."""
+        return self.arrival is None or self.arrival.query()
 
 
 class Scheduler:
@@ -343,6 +350,7 @@ class Scheduler:
             if chunk.stop == len(sequence.request.prompt_ids):
                 self._begin_to_write(sequence, logits)
             self._stepping = []
+            self._settle_arrived()
             if self.chunk_size == 0:
                 break
         self._oldest_first = overtaken and not oldest_was_read
@@ -436,16 +444,20 @@ class Scheduler:
         for target, source in zip(host, (sent, sampled.logprobs), strict=True):
             if target is not None and source is not None:
                 target.copy_(source, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(self.steps.device))
+        arrival = torch.cuda.Event()
+        arrival.record(torch.cuda.current_stream(self.steps.device))
         assert host[0] is not None
-        return _Pending(sequences, sampled, host[0], host[1], arrived)
+        return _Pending(sequences, sampled, host[0], host[1], arrival)
+
+    def _settle_arrived(self) -> None:
+        while self._pending and self._pending[0].arrived:
+            self._settle(self._pending.popleft())
 
     def _settle(self, pending: _Pending) -> None:
         """Receive drawn tokens on the CPU, and end the sequences that are complete."""
         self._stepping = pending.sequences
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
+        if pending.arrival is not None:
+            pending.arrival.synchronize()
         self._stepping = []
         now, tokens = time.perf_counter(), pending.tokens.tolist()
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
