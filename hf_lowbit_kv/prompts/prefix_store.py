@@ -11,7 +11,7 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..cache import cache_contents, saved_cache
-from ..cache.cache_contents import CacheContents
+from ..cache.cache_contents import CacheContents, restorable
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.summary import Summary, table
@@ -189,10 +189,9 @@ class PrefixStore:
                 return self._missed(common, known)
             ends = {len(prompt.ids) for prompt in prompts}
             matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
-            exact = len(ends) == 1 and min(matches) == max(ends)
-            inside = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
-            whole = exact or (inside and not any(prompt.native_layers for prompt in prompts))
-            tokens = min(matches if whole else map(usable, prompts, matches))
+            tokens = min(matches)
+            if len(ends) > 1 or any(restorable(prompt.contents, tokens) < tokens for prompt in prompts):
+                tokens = min(map(usable, prompts, matches))
             if tokens <= known:
                 return self._missed(common, known)
             for prompt in prompts:
@@ -273,7 +272,7 @@ class PrefixStore:
                 continue
             match = prompt.matches(ids)
             longest = max(longest, match)
-            if (gain := _gain(prompt, min(match, len(ids) - 1))) > most:
+            if (gain := restorable(prompt.contents, min(match, len(ids) - 1))) > most:
                 best, most = prompt, gain
         if self._folder is not None and self._folder.longest(seed, ids) > max(most, longest, known):
             loaded = self._folder.load(seed, ids, model.device)
@@ -281,7 +280,7 @@ class PrefixStore:
                 self._prompts.append(loaded)
                 self._make_room(keep=loaded)
                 match = loaded.matches(ids)
-                if _gain(loaded, min(match, len(ids) - 1)) > most:
+                if restorable(loaded.contents, min(match, len(ids) - 1)) > most:
                     return loaded, match
         return best, longest if best is None else best.matches(ids)
 
@@ -313,13 +312,6 @@ class PrefixStore:
             used = [n for prompt in self._prompts for other, n in prompt.segments if other is segment]
             if used and max(used) < segment.count:
                 segment.trim(max(used))
-
-
-def _gain(prompt: KeptPrompt, match: int) -> int:
-    """Number of tokens that need not be read."""
-    if match == len(prompt.ids) or (not prompt.native_layers and match > prompt.paged_end):
-        return match
-    return usable(prompt, match)
 
 
 def _first_pages(segments: list[tuple[Segment, int]], pages: int) -> list[tuple[Segment, int]]:

@@ -200,7 +200,7 @@ def new_pool(
     share_prefixes: bool = True,
     record: bool = True,
     agree: Callable[[list[int]], list[int]] = list,
-) -> tuple[PoolSteps, SharedPrefixes | None]:
+) -> tuple[PoolSteps, SharedPrefixes]:
     """Measure the free memory, and allocate a pool.
 
     Args:
@@ -228,5 +228,4 @@ def new_pool(
         memory = int(share * max(free_memory(model.device) - needed, 0))
     size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes)
     pool = RowPool(layers, *agree([size.slots, tokens or size.tokens, size.max_length]))
-    prefixes = SharedPrefixes(pool, pool.slots) if share_prefixes else None
-    return PoolSteps(model, template, pool, record), prefixes
+    return PoolSteps(model, template, pool, record), SharedPrefixes(pool, pool.slots if share_prefixes else 0)

@@ -185,6 +185,13 @@ def test_sliding_layers_have_only_the_end_of_a_text():
     longer = [torch.cat([ids, _text(9, 4)], dim=1)[0] for ids in texts]
     assert [store.find(cache, [ids]).tokens for ids in longer] == [100, 108]
     assert store.find(cache, longer).tokens == 0
+    # so a text is kept beside those that it continues, and those that continue it
+    for ids in (longer[0][None], texts[0][:, :60]):
+        before = len(store)
+        _generate(ours, ids, store, 1)
+        assert len(store) > before
+    ends = {tuple(prompt.ids.tolist()) for prompt in store._prompts}
+    assert {tuple(ids.flatten().tolist()) for ids in (texts[0], longer[0], texts[0][:, :60])} <= ends
 
 
 def test_a_place_in_the_window_of_a_text(model):

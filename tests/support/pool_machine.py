@@ -201,7 +201,7 @@ class Machine:
 
     def _fork(self, operation: Operation) -> None:
         row = self._row(operation.which)
-        if row is None or not self.pool.free_slots or self.pool.missing_for_fork(row, row.limit) > 0:
+        if row is None or not self.pool.free_slots or self.pool.missing(row.limit, fork_of=row) > 0:
             return
         new = self.pool.fork(row, row.limit)
         self.texts[new], self._stories[new] = list(self.texts[row]), self._stories[row]
