@@ -417,6 +417,24 @@ def test_texts_that_come_from_the_folder_have_room(model, tmp_path):
     assert torch.equal(third._prompts[0].ids[:100], texts[3][0])
 
 
+def test_a_text_that_a_call_uses_is_not_removed_for_another_one(model, tmp_path):
+    """Whether the other one is needed by another row, or has more tokens in common and fewer that can be used."""
+    first, second = _text(100, 1), _text(100, 2)
+    longer = torch.cat([first, _text(5, 3), _text(100, 4)], dim=1)
+    store = lb.PrefixStore(folder=tmp_path)
+    for ids in (second, longer):
+        _generate(model, ids, store, 1)
+    store.save()
+    small = lb.PrefixStore(store.nbytes // 2, folder=tmp_path)
+    cache = lb.from_preset("kivi-4", model, **DENSE)
+    rows = [torch.cat([ids, _text(9, 5)], dim=1)[0] for ids in (longer, second)]
+    assert small.find(cache, rows).tokens == 64
+    _generate(model, first, small, 1)
+    ids = torch.cat([longer[:, :105], _text(20, 6)], dim=1)
+    assert torch.equal(_generate(model, ids, small)[0], _generate(model, ids, None)[0])
+    assert small.tokens_saved
+
+
 def test_a_damaged_text_is_written_again(model, tmp_path):
     """Its description is found by no one, so nothing else would remove it."""
     ids = _text(100, 1)
