@@ -55,6 +55,20 @@ class CacheContents(NamedTuple):
     """read length of the first tokens, and whether that of others does not agree, see `length_rope.ReadLengths`"""
 
 
+def restorable(contents: CacheContents, match: int) -> int:
+    """How many tokens of a text can be restored from the contents of a cache that holds another one, if they have the first
+    `match` tokens in common: all of them at the end of the contents or in the window, else whole pages (`whole_pages`). Native
+    layers have only the end. The contents have one row."""
+    layers = [(layer.spec, layer.tokens) for layer in contents.layers.values()]
+    if match == layers[0][1].lengths[0]:
+        return match
+    if contents.native_layers:
+        return 0
+    paged = [(spec, tokens.paged[0]) for spec, tokens in layers]
+    in_window = match > max(spec.sink + count for spec, count in paged)
+    return match if in_window else whole_pages(paged, match)
+
+
 def whole_pages(kept: Iterable[tuple[LayerSpec, int]], match: int) -> int:
     """How many tokens of a match with a kept text can be restored from pages only: whole pages, `residual` tokens before
     the end of the match. 0 if the layers' pages do not end at the same tokens.

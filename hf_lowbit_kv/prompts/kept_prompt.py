@@ -100,11 +100,6 @@ class KeptPrompt:
             x.nbytes for contents in self.native_layers.values() for x in contents.tensors().values()
         )
 
-    @property
-    def paged_end(self) -> int:
-        """Tokens up to the end of the pages, in the layer where that is furthest. All later tokens are in tails."""
-        return max(spec.sink + paged for spec, paged in self.paging)
-
     def matches(self, ids: torch.Tensor) -> int:
         """Length of the common prefix of this text and `ids` `[n]`."""
         return common_prefix(self.ids, ids)

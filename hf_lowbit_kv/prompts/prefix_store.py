@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..cache import cache_contents, saved_cache
-from ..cache.cache_contents import CacheContents
+from ..cache.cache_contents import CacheContents, restorable
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.summary import Summary, table
@@ -181,18 +182,20 @@ class PrefixStore:
             longest = max(map(len, rows))
             if (rope := length_rope(cache.model.get("looked up"))) is not None and not rope.settled(longest):
                 return self._missed(0, known)
-            digest = (key or self.key_of(cache, longest)).digest
-            best = [self._best(digest, ids, cache.model.get("looked up"), known) for ids in rows]
+            digest, device = (key or self.key_of(cache, longest)).digest, cache.model.get("looked up").device
+            loaded = [self._load_longer(digest, ids, device, known) for ids in rows]
+            best = [self._best(digest, ids, device) for ids in rows]
             prompts = [prompt for prompt, _ in best if prompt is not None]
+            if any(loaded):
+                self._make_room(keep=prompts)
             common = min(match for _, match in best)
             if len(prompts) < len(rows):
                 return self._missed(common, known)
             ends = {len(prompt.ids) for prompt in prompts}
             matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
-            exact = len(ends) == 1 and min(matches) == max(ends)
-            inside = len(ends) == 1 and min(matches) > max(prompt.paged_end for prompt in prompts)
-            whole = exact or (inside and not any(prompt.native_layers for prompt in prompts))
-            tokens = min(matches if whole else map(usable, prompts, matches))
+            tokens = min(matches)
+            if len(ends) > 1 or any(restorable(prompt.contents, tokens) < tokens for prompt in prompts):
+                tokens = min(map(usable, prompts, matches))
             if tokens <= known:
                 return self._missed(common, known)
             for prompt in prompts:
@@ -264,34 +267,37 @@ class PrefixStore:
         identity |= {} if rope is None else {"rope": rope.beyond(read)}
         return Key(fingerprint_digest(identity), saved_cache.header_of(cache, fingerprint))
 
-    def _best(self, seed: str, ids: torch.Tensor, model: Any, known: int) -> tuple[KeptPrompt | None, int]:
+    def _alike(self, seed: str, device: torch.device) -> list[KeptPrompt]:
+        return [prompt for prompt in self._prompts if prompt.seed == seed and _device_of(prompt) == device]
+
+    def _load_longer(self, seed: str, ids: torch.Tensor, device: torch.device, known: int) -> bool:
+        """Load the text of the folder that has most tokens in common with this one, if those on the device have fewer. Returns
+        whether there is one."""
+        if self._folder is None:
+            return False
+        most = max([known, *(prompt.matches(ids) for prompt in self._alike(seed, device))])
+        loaded = self._folder.load(seed, ids, device, more_than=most)
+        self._prompts += [] if loaded is None else [loaded]
+        return loaded is not None
+
+    def _best(self, seed: str, ids: torch.Tensor, device: torch.device) -> tuple[KeptPrompt | None, int]:
         """The text from which most tokens can be restored, and the length of the common prefix."""
         best: KeptPrompt | None = None
         most, longest = 0, 0
-        for prompt in self._prompts:
-            if prompt.seed != seed or _device_of(prompt) != model.device:
-                continue
+        for prompt in self._alike(seed, device):
             match = prompt.matches(ids)
             longest = max(longest, match)
-            if (gain := _gain(prompt, min(match, len(ids) - 1))) > most:
+            if (gain := restorable(prompt.contents, min(match, len(ids) - 1))) > most:
                 best, most = prompt, gain
-        if self._folder is not None and self._folder.longest(seed, ids) > max(most, longest, known):
-            loaded = self._folder.load(seed, ids, model.device)
-            if loaded is not None:
-                self._prompts.append(loaded)
-                self._make_room(keep=loaded)
-                match = loaded.matches(ids)
-                if _gain(loaded, min(match, len(ids) - 1)) > most:
-                    return loaded, match
         return best, longest if best is None else best.matches(ids)
 
     def _touch(self, prompt: KeptPrompt) -> None:
         self._prompts.remove(prompt)
         self._prompts.append(prompt)
 
-    def _make_room(self, keep: KeptPrompt | None = None) -> None:
+    def _make_room(self, keep: Sequence[KeptPrompt] = ()) -> None:
         while self._prompts and self.nbytes > self.max_bytes:
-            oldest = next((prompt for prompt in self._prompts if prompt is not keep), None)
+            oldest = next((prompt for prompt in self._prompts if prompt not in keep), None)
             if oldest is None:
                 return
             self._prompts.remove(oldest)
@@ -313,13 +319,6 @@ class PrefixStore:
             used = [n for prompt in self._prompts for other, n in prompt.segments if other is segment]
             if used and max(used) < segment.count:
                 segment.trim(max(used))
-
-
-def _gain(prompt: KeptPrompt, match: int) -> int:
-    """Number of tokens that need not be read."""
-    if match == len(prompt.ids) or (not prompt.native_layers and match > prompt.paged_end):
-        return match
-    return usable(prompt, match)
 
 
 def _first_pages(segments: list[tuple[Segment, int]], pages: int) -> list[tuple[Segment, int]]:

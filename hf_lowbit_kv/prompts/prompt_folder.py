@@ -76,14 +76,11 @@ class PromptFolder:
                     best = match, path
         return best
 
-    def longest(self, seed: str, ids: torch.Tensor) -> int:
-        """Length of the longest common prefix of these ids and a text of the folder."""
-        return self._longest(seed, ids)[0]
-
-    def load(self, seed: str, ids: torch.Tensor, device: torch.device) -> KeptPrompt | None:
-        """Read a text. `None` if its files are gone or damaged (damaged ones are removed)."""
-        _, path = self._longest(seed, ids)
-        if path is None:
+    def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int = 0) -> KeptPrompt | None:
+        """Read the text that has the longest common prefix with these ids. `None` if no more than `more_than` tokens, or if its
+        files are gone or damaged (damaged ones are removed)."""
+        tokens, path = self._longest(seed, ids)
+        if path is None or tokens <= more_than:
             return None
         try:
             with saved_cache.opened(path) as saved:

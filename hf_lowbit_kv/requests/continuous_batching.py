@@ -51,10 +51,10 @@ class PackedCache(PagedAttentionCache):
 
     Args:
         steps: steps of the model on its pool. batch_tokens: largest number of tokens of a batch. prefixes: shares full
-            pages; `None`: pages are not shared.
+            pages.
     """
 
-    def __init__(self, steps: PoolSteps, batch_tokens: int, prefixes: SharedPrefixes | None):
+    def __init__(self, steps: PoolSteps, batch_tokens: int, prefixes: SharedPrefixes):
         self.steps, self.prefixes = steps, prefixes
         self.rows: dict[str, Row] = {}
         self._limits: dict[str, int] = {}
@@ -64,7 +64,7 @@ class PackedCache(PagedAttentionCache):
         self.max_blocks_per_request = self.max_decode_fast_path_length = 0
         self.cache_allocators, self.layer_to_allocator = {}, {}
         self.pool: Any = _NoSectors()
-        self.use_prefix_sharing = self.allow_block_sharing = prefixes is not None
+        self.use_prefix_sharing = self.allow_block_sharing = prefixes.sharing
         # nothing is read through an index, so no index has to be large
         self.read_cache_limit, self.max_tokens_read, self.bytes_per_sector, self.num_sectors = 0, 1, 1, self.num_blocks
 
@@ -91,11 +91,7 @@ class PackedCache(PagedAttentionCache):
         pool, limit = self.steps.pool, self._limits[request_id]
         if not pool.free_slots:
             return None
-        if self.prefixes is None:
-            row = pool.admit(limit, lambda: None)
-        else:
-            prefixes = self.prefixes
-            row = pool.admit(limit, lambda: prefixes.find(ids), prefixes.make_room)
+        row = pool.admit(limit, lambda: self.prefixes.find(ids), self.prefixes.make_room)
         if row is not None:
             self.rows[request_id] = row
         return row
@@ -137,7 +133,7 @@ class PackedCache(PagedAttentionCache):
         forked: list[str] = []
         for request_id in dst_req_ids:
             self._limits[request_id] = source.limit
-            if not pool.free_slots or pool.missing_for_fork(source, source.limit) > 0:
+            if not pool.free_slots or pool.missing(source.limit, fork_of=source) > 0:
                 break
             self.rows[request_id] = pool.fork(source, source.limit)
             forked.append(request_id)
@@ -147,7 +143,7 @@ class PackedCache(PagedAttentionCache):
         """Does nothing: the pool has copied the parts that a fork does not share."""
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
-        if self.prefixes is None:
+        if not self.prefixes.sharing:
             return {}
         before, length = state.current_len(), state.current_len() + request_len
         pool = self.steps.pool
@@ -156,11 +152,11 @@ class PackedCache(PagedAttentionCache):
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         row = self.rows.get(state.request_id)
-        if self.prefixes is not None and complete_blocks and row is not None:
+        if complete_blocks and row is not None:
             self.prefixes.keep(row, state.initial_tokens + state.generated_tokens)
 
     def evict_cached_blocks(self) -> bool:
-        if self.prefixes is None or not len(self.prefixes):
+        if not len(self.prefixes):
             return False
         self.prefixes.clear()
         return True

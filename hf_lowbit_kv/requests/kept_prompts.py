@@ -85,9 +85,7 @@ class KeptPrompts:
         if contents.text is None or stored != [contents.text.shape[1]]:
             raise ValueError(f"{wrong}: it must hold one row whose text it knows, as lb.generate and lb.Chat leave it")
         match = min(cache_contents.common_prefix(contents.text[0].cpu(), ids), len(ids) - 1)
-        paged = [(layer.spec, layer.tokens.paged[0]) for layer in layers.values()]
-        in_tail = match > max(spec.sink + tokens for spec, tokens in paged)
-        tokens = match if in_tail or match == stored[0] else cache_contents.whole_pages(paged, match)
+        tokens = cache_contents.restorable(contents, match)
         if self._sliding and match < stored[0]:
             raise ValueError(
                 f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, and sliding-window layers need all of them"

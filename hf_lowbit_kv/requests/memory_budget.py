@@ -61,8 +61,7 @@ def slot_bytes(layers: Sequence[StoredLayer], sinks: bool) -> int:
 
 
 def _token_bytes(layers: Sequence[StoredLayer]) -> float:
-    # 8: where the page starts
-    return sum((layer.page_bytes + 8) / layer.spec.page_size for layer in layers)
+    return sum(layer.page_bytes / layer.spec.page_size for layer in layers)
 
 
 def _rounded(layers: Sequence[StoredLayer], tokens: int) -> int:

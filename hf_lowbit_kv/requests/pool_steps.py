@@ -199,7 +199,7 @@ def new_pool(
     share_prefixes: bool = True,
     record: bool = True,
     agree: Callable[[list[int]], list[int]] = list,
-) -> tuple[PoolSteps, SharedPrefixes | None]:
+) -> tuple[PoolSteps, SharedPrefixes]:
     """Measure the free memory, and allocate a pool.
 
     Args:
@@ -232,5 +232,4 @@ def new_pool(
     size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes, rings)
     slots, tokens, max_length = agree([size.slots, tokens or size.tokens, size.max_length])
     pool = RowPool(layers, slots, tokens, max_length, rings)
-    prefixes = SharedPrefixes(pool, pool.slots) if share_prefixes else None
-    return PoolSteps(model, template, pool, record), prefixes
+    return PoolSteps(model, template, pool, record), SharedPrefixes(pool, slots if share_prefixes else 0)

@@ -13,16 +13,15 @@ while a row or a prefix has one of their pages: rows read them in place, and the
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
+import numpy as np
 import torch
 
 from ..cache.cache_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import Block, PagePool
+from ..storage.page_pool import Block, PagePool, located
 from ..storage.stored_tokens import in_layout_of
 from .ring_memory import RingMemory, RingShape
 from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
@@ -98,30 +97,20 @@ class RowPool:
 
     # ---- room -----------------------------------------------------------------------------------------------------
 
-    def missing(self, limit: int, shared: int = 0, rows: int = 1) -> int:
-        """How many pages are missing for `rows` more rows of up to `limit` tokens; 0: they fit. Slots are not considered.
+    def missing(self, limit: int, prefix: Prefix | None = None, fork_of: Row | None = None) -> int:
+        """How many pages are missing for one more row of up to `limit` tokens; 0: it fits. Slots are not considered.
 
         Args:
-            shared: tokens of a prefix whose pages each of these rows shares.
+            prefix: what the row begins with. fork_of: a row in the pool, of which it is a fork.
         """
+        shared = {} if prefix is None else prefix.pages
+        if fork_of is not None:
+            shared = self._full_pages(fork_of)
         most = 0
         for paging, spec in self._specs.items():
-            unshared = max(spec.pages_for(limit) - max(shared - spec.sink, 0) // spec.page_size, 0)
-            most = max(most, rows * unshared + self._promised(paging) - self.page_pools[paging].free)
+            unshared = max(spec.pages_for(limit) - len(shared.get(paging, ())), 0)
+            most = max(most, unshared + self._promised(paging) - self.page_pools[paging].free)
         return most
-
-    def shared_by(self, prefix: Prefix | None) -> int:
-        """Tokens of a prefix that need no page of a row's own."""
-        if prefix is None:
-            return 0
-        full = (spec.sink + len(prefix.pages[paging]) * spec.page_size for paging, spec in self._specs.items())
-        return min(full)
-
-    def missing_for_fork(self, row: Row, limit: int) -> int:
-        """Like `missing`, for a fork of a row that is in the pool."""
-        return self.missing(
-            limit, min(self.full_tokens(row, paging) + spec.sink for paging, spec in self._specs.items())
-        )
 
     def _promised(self, paging: Hashable) -> int:
         """Number of free pages that rows in the pool will still get."""
@@ -155,33 +144,33 @@ class RowPool:
         Raises:
             ValueError: no slot or too few pages are left. Nothing has changed then.
         """
-        shared = self.shared_by(prefix)
         if limit > self.max_length:
             raise ValueError(
                 f"limit={limit} is more than the {self.max_length} tokens that a row of this pool may hold"
             )
-        if not self.free_slots or self.missing(limit, shared) > 0:
-            raise ValueError(
-                f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
-            )
+        self._check_room(limit, self.missing(limit, prefix))
         row = Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})
         self.rows.append(row)
         if prefix is not None:
             self.adopt(row, prefix)
         return row
 
-    def admit(
-        self, limit: int, find: Callable[[], Prefix | None], make_room: Callable[[int], object] | None = None
-    ) -> Row | None:
+    def _check_room(self, limit: int, missing: int) -> None:
+        if not self.free_slots or missing > 0:
+            raise ValueError(
+                f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
+            )
+
+    def admit(self, limit: int, find: Callable[[], Prefix | None], make_room: Callable[[int], object]) -> Row | None:
         """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
 
         Args:
             find: the longest known prefix with which it may begin. make_room: releases kept pages until this many are free.
         """
-        missing = self.missing(limit, self.shared_by(prefix := find()))
-        if missing > 0 and make_room is not None:
+        missing = self.missing(limit, prefix := find())
+        if missing > 0:
             make_room(missing)
-            missing = self.missing(limit, self.shared_by(prefix := find()))  # some of its pages may be gone
+            missing = self.missing(limit, prefix := find())  # some of its pages may be gone
         if missing <= 0:
             return self.enter(limit, prefix)
         self.detach()
@@ -235,19 +224,15 @@ class RowPool:
         Raises:
             ValueError: as for `enter`.
         """
-        if not self.free_slots or self.missing_for_fork(row, limit) > 0:
-            raise ValueError(
-                f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
-            )
+        self._check_room(limit, self.missing(limit, fork_of=row))
         self.flush()
         new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
         self.rows.append(new)
+        self._share(new, full := self._full_pages(row))
         for paging, spec in self._specs.items():
-            full = self.full_tokens(row, paging) // spec.page_size
-            self._share(new, {paging: row.pages[paging][:full]})
-            if full < spec.pages_for(row.length):  # an open page
+            if (count := len(full[paging])) < spec.pages_for(row.length):  # an open page
                 (page,) = self._own_pages(new, paging, 1)
-                self.memory.copy_page(paging, row.pages[paging][full], page)
+                self.memory.copy_page(paging, row.pages[paging][count], page)
         self.memory.copy_window(row.slot, new.slot)
         return new
 
@@ -256,11 +241,13 @@ class RowPool:
             self.page_pools[paging].acquire(ids)
             self._append(row, paging, ids)
 
-    def full_tokens(self, row: Row, paging: Hashable) -> int:
-        """Tokens of a row that are in full pages."""
-        spec = self._specs[paging]
-        paged = max(spec.paged_after(row.length - spec.sink), row.paged.get(paging, 0))
-        return paged // spec.page_size * spec.page_size
+    def _full_pages(self, row: Row) -> dict[Hashable, list[int]]:
+        """By paging, the pages of a row that are full."""
+        pages = {}
+        for paging, spec in self._specs.items():
+            paged = max(spec.paged_after(row.length - spec.sink), row.paged.get(paging, 0))
+            pages[paging] = row.pages[paging][: paged // spec.page_size]
+        return pages
 
     def leave(self, row: Row) -> Row | None:
         """Free a row's slot and pages. Returns the row that has moved into the slot, if any."""
@@ -279,17 +266,13 @@ class RowPool:
     # ---- prefixes -------------------------------------------------------------------------------------------------
 
     def prefix_lengths(self, tokens: int) -> list[int]:
-        """Lengths of the prefixes that a text of `tokens` tokens may share, ascending. At least one token and the
-        residual tokens remain to be read, so that the window is computed again. Empty if the layers' pages do not end
-        at the same tokens."""
-        if len(self._specs) > 1:
-            return []
-        (spec,) = self._specs.values()
-        most = (tokens - 1 - spec.residual - spec.sink) // spec.page_size
-        return [spec.sink + count * spec.page_size for count in range(1, most + 1)]
+        """Lengths of the prefixes that a text of `tokens` tokens may share. At least one token and the residual tokens remain
+        to be read, so that the window is computed again."""
+        return self.full_lengths(tokens - 1)
 
     def full_lengths(self, tokens: int) -> list[int]:
-        """Lengths at which full pages end, for a row of `tokens` tokens. Empty as for `prefix_lengths`."""
+        """Lengths at which full pages end, for a row of `tokens` tokens, ascending. Empty if the layers' pages do not end at
+        the same tokens."""
         if len(self._specs) > 1:
             return []
         (spec,) = self._specs.values()
@@ -320,15 +303,12 @@ class RowPool:
         for paging, spec in self._specs.items():
             indices = self.memory.layers_of(paging)
             tokens = parts[indices[0]].tokens
-            ends = list(accumulate(map(len, tokens.blocks)))
-            places = [
-                (block := bisect_right(ends, page), page - ends[block] + len(tokens.blocks[block]))
-                for page in tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].tolist()
-            ]
+            blocks, places = located(tokens.blocks, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
             paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
-            first = {block: self._attach(indices, parts, block) for block in dict(places[:full])}
-            pages[paging] = [first[block] + place for block, place in places[:full]]
-            for block, place in places[full:]:
+            first = {block: self._attach(indices, parts, block) for block in np.unique(blocks[:full]).tolist()}
+            numbers = list(zip(blocks.tolist(), places.tolist(), strict=True))
+            pages[paging] = [first[block] + place for block, place in numbers[:full]]
+            for block, place in numbers[full:]:
                 opened[paging] = [self._in_layout(i, parts[i], block, slice(place, place + 1))[0] for i in indices]
         length = parts[0].tokens.lengths[0]
         windows: list[list[Pair]] = []
@@ -347,12 +327,12 @@ class RowPool:
         paging, tokens = self.layers[indices[0]].paging, parts[indices[0]].tokens
         block = Block(len(tokens.blocks[number])) if tokens.shared is None else tokens.shared[number]
         pages = self.page_pools[paging]
-        if block in pages.blocks:
+        if block in pages.acquired:
             return pages.first(pages.blocks.index(block))
         alike = all(parts[i].spec == self.layers[i].spec for i in indices)
         memory = [parts[i].tokens.blocks[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
         place = pages.attach(block)
-        self.memory.attach(paging, place, pages.first(place), memory)
+        self.memory.attach(paging, place, memory)
         return pages.first(place)
 
     def idle_bytes(self, more_than: float) -> int:

@@ -7,18 +7,18 @@ depend on its neighbours. A prompt that fits into the rest of a chunk is read be
 round at least.
 
 On a GPU the CPU receives the tokens of a step while the next step runs. If a row has ended with such a token, it has
-taken one step too many, and that step's token is dropped.
+taken one step too many, and that step's token is dropped. Between prompts the CPU receives the tokens that have arrived,
+without waiting: the first token of a text is not held back until all prompts of a round are read.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
 import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,78 +30,8 @@ from .request import Request
 from .result import FinishReason, Result, described
 from .row_pool import Prefix, Row
 from .sampling import NO_PROBABILITIES, Drawn, Sampler, draw, on_device
+from .sequence import Sequence, State, stopped_by_strings
 from .shared_prefixes import SharedPrefixes
-
-
-class State(enum.Enum):
-    """What happens to a sequence. It goes from top to bottom; the first sequence of a request skips `FORKING`."""
-
-    FORKING = "becomes a fork of another sequence of its request, when that one has read the prompt"
-    WAITING = "has no row yet"
-    READING = "its prompt is being read"
-    DECODING = "tokens are being written"
-    ENDED = "its result is complete"
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One text that is to be written."""
-
-    request: Request
-    number: int
-    """index among the request's sequences"""
-    seed: int
-    result: Result
-    state: State
-    overtaken: int = 0
-    """later requests that got a row while this one waited"""
-    tried_at: int = -1
-    """`Scheduler._departures` when it did not fit"""
-    text: torch.Tensor | None = None
-    """int64 `[1, limit]` on the device, for processors that read it"""
-    tokens_drawn: int = 0
-    """number of tokens drawn; the last one may not have arrived on the CPU yet"""
-    looked_at: int | None = 0
-    """`Scheduler._news` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
-    # `begin` sets these
-    row: Row = None  # type: ignore[assignment]
-    sampler: Sampler = None  # type: ignore[assignment]
-    criteria: list[Any] = field(default_factory=list)
-    """stopping criteria, without those that the scheduler checks itself"""
-    stop_strings: StopStringCriteria | None = None
-
-    @property
-    def has_row(self) -> bool:
-        return self.state in (State.READING, State.DECODING)
-
-    @property
-    def ids(self) -> list[int]:
-        """All tokens that the CPU knows."""
-        return self.request.prompt_ids + self.result.generated_tokens
-
-    def last(self, count: int) -> list[int]:
-        """The last tokens that the CPU knows, at most `count`."""
-        return self.request.prompt_ids[-count:] + self.result.generated_tokens[-count:]
-
-
-#: an id outside of every vocabulary, which stop strings do not match
-_NO_TOKEN = 2**31 - 1
-
-
-def _stopped(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
-    """The sequences that end with a stop string once they have these tokens. One check for all that have the same stop
-    strings, of as many tokens as those can have."""
-    groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
-    for sequence, token in zip(sequences, tokens, strict=True):
-        if sequence.stop_strings is not None and sequence.has_row and token >= 0:  # below 0: none was drawn
-            groups.setdefault(sequence.stop_strings, []).append((sequence, token))
-    stopped: set[Sequence] = set()
-    for criterion, members in groups.items():
-        most = criterion.maximum_token_len
-        lines = [[_NO_TOKEN] * most + sequence.last(most) + [token] for sequence, token in members]
-        ends = criterion(torch.tensor([line[-most:] for line in lines]), None).tolist()
-        stopped.update(sequence for (sequence, _), end in zip(members, ends, strict=True) if end)
-    return stopped
 
 
 @dataclass
@@ -112,7 +42,13 @@ class _Pending:
     sampled: Drawn
     tokens: torch.Tensor
     logprobs: torch.Tensor | None
-    arrived: Any = None
+    arrival: Any = None
+    """an event of the device; `None`: they are on the CPU"""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing has to wait for them."""
+        return self.arrival is None or self.arrival.query()
 
 
 class Scheduler:
@@ -141,7 +77,8 @@ class Scheduler:
     ):
         self.steps, self.pool = steps, steps.pool
         self._source: Iterator[Request | Result | None] | None = iter(source)
-        self.chunk_size, self.prefixes, self.tokenizer = chunk_size, prefixes, tokenizer
+        self.chunk_size, self.tokenizer = chunk_size, tokenizer
+        self.prefixes = SharedPrefixes(self.pool, 0) if prefixes is None else prefixes
         self.kept = kept or KeptPrompts(steps)
         self.look_ahead = look_ahead
         #: all that have not ended, in the order in which their requests came
@@ -277,8 +214,8 @@ class Scheduler:
         """Give the sequence a row, or an error. Returns whether it waits no longer."""
         request, row = sequence.request, None
         try:
-            make_room = None if self.prefixes is None else self.prefixes.make_room
-            if (row := self.pool.admit(request.limit, lambda: self._known(request), make_room)) is None:
+            row = self.pool.admit(request.limit, lambda: self._known(request), self.prefixes.make_room)
+            if row is None:
                 return False
             self._begin(sequence, row, State.READING)
             sequence.looked_at = self._news
@@ -291,7 +228,7 @@ class Scheduler:
 
     def _known(self, request: Request) -> Prefix | None:
         """The longest beginning of a prompt that need not be read. It must be adopted at once."""
-        prefix = None if self.prefixes is None else self.prefixes.find(request.prompt_ids)
+        prefix = self.prefixes.find(request.prompt_ids)
         return self.kept.find(request, 0 if prefix is None else prefix.length) or prefix
 
     def _begin(self, sequence: Sequence, row: Row, state: State) -> None:
@@ -343,6 +280,7 @@ class Scheduler:
             if chunk.stop == len(sequence.request.prompt_ids):
                 self._begin_to_write(sequence, logits)
             self._stepping = []
+            self._settle_arrived()
             if self.chunk_size == 0:
                 break
         self._oldest_first = overtaken and not oldest_was_read
@@ -380,17 +318,14 @@ class Scheduler:
     def _keep(self, row: Row, ids: list[int]) -> None:
         """Let later rows begin with the full pages of this one."""
         self._news += 1
-        if self.prefixes is not None:
-            self.prefixes.keep(row, ids, self.kept.limit)
+        self.prefixes.keep(row, ids, self.kept.limit)
 
     def _can_fork(self, sequence: Sequence) -> bool:
+        row, limit = sequence.row, sequence.request.limit
         if not self.pool.free_slots:
             return False
-        missing = self.pool.missing_for_fork(sequence.row, sequence.request.limit)
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.make_room(missing)
-            missing = self.pool.missing_for_fork(sequence.row, sequence.request.limit)
-        return missing <= 0
+        self.prefixes.make_room(self.pool.missing(limit, fork_of=row))
+        return self.pool.missing(limit, fork_of=row) == 0
 
     # ---- decoding -------------------------------------------------------------------------------------------------
 
@@ -436,20 +371,24 @@ class Scheduler:
         for target, source in zip(host, (sent, sampled.logprobs), strict=True):
             if target is not None and source is not None:
                 target.copy_(source, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(self.steps.device))
+        arrival = torch.cuda.Event()
+        arrival.record(torch.cuda.current_stream(self.steps.device))
         assert host[0] is not None
-        return _Pending(sequences, sampled, host[0], host[1], arrived)
+        return _Pending(sequences, sampled, host[0], host[1], arrival)
+
+    def _settle_arrived(self) -> None:
+        while self._pending and self._pending[0].arrived:
+            self._settle(self._pending.popleft())
 
     def _settle(self, pending: _Pending) -> None:
         """Receive drawn tokens on the CPU, and end the sequences that are complete."""
         self._stepping = pending.sequences
-        if pending.arrived is not None:
-            pending.arrived.synchronize()
+        if pending.arrival is not None:
+            pending.arrival.synchronize()
         self._stepping = []
         now, tokens = time.perf_counter(), pending.tokens.tolist()
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
-        stopped = _stopped(pending.sequences, tokens)
+        stopped = stopped_by_strings(pending.sequences, tokens)
         for place, sequence in enumerate(pending.sequences):
             if not sequence.has_row:
                 continue
@@ -547,8 +486,7 @@ class Scheduler:
 
     def free(self) -> None:
         """Free the memory of the pool. The object cannot be used afterwards."""
-        if self.prefixes is not None:
-            self.prefixes.clear()
+        self.prefixes.clear()
         for sequence in self.sequences:
             sequence.text = None
         self._pending.clear()

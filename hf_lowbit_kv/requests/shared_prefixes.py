@@ -27,11 +27,11 @@ class SharedPrefixes:
     """The known pages of one pool.
 
     Args:
-        most_sinks: largest number of beginnings of texts that are kept; each has a copy of its sink.
+        most_sinks: largest number of beginnings of texts that are kept; each has a copy of its sink. 0: pages are not shared.
     """
 
     def __init__(self, pool: RowPool, most_sinks: int):
-        self._pool, self._most_sinks = pool, most_sinks
+        self._pool, self._most_sinks, self.sharing = pool, most_sinks, most_sinks > 0
         self._pages: OrderedDict[bytes, _Page] = (
             OrderedDict()
         )  # ordered by last use, and a page comes after the pages that follow it in a text
@@ -46,7 +46,7 @@ class SharedPrefixes:
 
     def find(self, ids: Sequence[int]) -> Prefix | None:
         """The longest known prefix of a text that it may share."""
-        lengths = self._pool.prefix_lengths(len(ids))
+        lengths = self._pool.prefix_lengths(len(ids)) if self._pages else []
         keys: list[bytes] = []
         for key in self._keys(ids, lengths):
             if key not in self._pages:
@@ -65,8 +65,7 @@ class SharedPrefixes:
         Args:
             limit: bytes of kept texts that may stay attached to the pool although no row reads them.
         """
-        tokens = min(row.length, len(ids))
-        lengths = self._pool.full_lengths(tokens)
+        lengths = self._pool.full_lengths(min(row.length, len(ids))) if self.sharing else []
         keys = list(self._keys(ids, lengths))
         for place, key in enumerate(keys):
             if key in self._pages:

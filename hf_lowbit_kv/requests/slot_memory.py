@@ -15,10 +15,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..cache.low_bit_layer import LowBitLayer
 from ..storage.layer_spec import LayerSpec
+from ..storage.page_pool import located, upload
 from ..storage.paged_store import SCRATCH, LayerState
 from .ring_memory import RingMemory
 
@@ -80,9 +82,6 @@ class _Group:
     """int32 `[3, layers, slots, heads]`: length, paged, lost"""
     addresses: torch.Tensor
     """int64 `[layers, slots, entries]`: the layers' `page_address`"""
-    starts: torch.Tensor
-    """int64 `[layers, pages]`: where each page starts, in bytes from the start of the layer's own block. The pages of attached
-    blocks follow the pool's own"""
     layers: list[int]
     paging: Hashable
 
@@ -163,32 +162,20 @@ class SlotMemory:
         block = torch.zeros(count, pages, like.heads, per_head, dtype=torch.uint8, device=device)
         counters = torch.zeros(3, count, self.slots, like.heads, dtype=torch.int32, device=device)
         addresses = torch.zeros(count, self.slots, entries, dtype=torch.int64, device=device)
-        starts = (torch.arange(pages, device=device) * like.page_bytes).repeat(count, 1)
-        return _Group(windows, block, counters, addresses, starts, indices, like.paging)
+        return _Group(windows, block, counters, addresses, indices, like.paging)
 
     # ---- blocks of others -----------------------------------------------------------------------------------------
 
-    def attach(self, paging: Hashable, place: int, first: int, blocks: Sequence[torch.Tensor]) -> None:
+    def attach(self, paging: Hashable, place: int, blocks: Sequence[torch.Tensor]) -> None:
         """Let rows read pages that belong to others.
 
         Args:
             place: index among the blocks of the pool: that of a detached block with the same number of pages, or the next
                 new one.
-            first: page number of the first page.
             blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on the layer's device, in its
                 layout.
         """
-        by_layer = dict(zip(self.layers_of(paging), blocks, strict=True))
-        for group in self._groups_of(paging):
-            addresses = [by_layer[i].data_ptr() - self.states[i].pool[0].data_ptr() for i in group.layers]
-            size, count = self.layers[group.layers[0]].page_bytes, len(blocks[0])
-            starts = torch.tensor(addresses)[:, None] + torch.arange(count) * size
-            starts = starts.to(group.starts.device, non_blocking=True)
-            if first == group.starts.shape[1]:
-                group.starts = torch.cat([group.starts, starts], dim=1)
-            else:
-                group.starts[:, first : first + count] = starts
-        for index, block in by_layer.items():
+        for index, block in zip(self.layers_of(paging), blocks, strict=True):
             self.states[index].pool[place : place + 1] = [block]  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
@@ -239,14 +226,24 @@ class SlotMemory:
 
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
         """Write entries of page tables. entries: (slot, index in the slot's table, page number)."""
-        for (kind, device), table in self.tables.items():
-            if kind != paging:
-                continue
-            slots, places, pages = torch.tensor(entries, dtype=torch.int64).T.to(device, non_blocking=True)
-            table[slots, places] = pages.to(torch.int32)
-            for group in self._groups_of(paging):
-                if group.pages.device == device:
-                    group.addresses[:, slots, places] = group.starts[:, pages]
+        numbers = np.array(entries, dtype=np.int64).T
+        block, place = located(self.states[self.layers_of(paging)[0]].pool, numbers[2])
+        for device in {group.pages.device for group in self._groups_of(paging)}:
+            groups = [group for group in self._groups_of(paging) if group.pages.device == device]
+            addresses = [self._addresses(group, block, place) for group in groups]
+            uploaded = upload(np.concatenate([numbers, *addresses]), device)
+            slots, columns, pages = uploaded[:3]
+            self.tables[paging, device][slots, columns] = pages.to(torch.int32)
+            for group, of_group in zip(groups, uploaded[3:].split([*map(len, addresses)]), strict=True):
+                group.addresses[:, slots, columns] = of_group
+
+    def _addresses(self, group: _Group, block: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """int64 `[layers, n]`: where these pages start, in bytes from the start of the layer's own block."""
+        starts = np.zeros((len(group.layers), block.max() + 1), dtype=np.int64)
+        pools = [self.states[index].pool for index in group.layers]
+        for number in {*block.tolist()} - {0}:
+            starts[:, number] = [pool[number].data_ptr() - pool[0].data_ptr() for pool in pools]
+        return starts[:, block] + place * self.layers[group.layers[0]].page_bytes
 
     def sinks(self, slot: int) -> list[Pair]:
         """Copies of a row's sink, by group: `[layers, heads, sink, head_dim]` for keys and for values."""
@@ -281,7 +278,7 @@ class SlotMemory:
             for tensor in state._replace(parameters=[], pool=state.pool[:1]).tensors():
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr(), tensor.device] = storage.nbytes()
-        return sum(sizes.values()) + sum(group.starts.nbytes for group in self.groups) + self.rings.nbytes
+        return sum(sizes.values()) + self.rings.nbytes
 
     @property
     def lost(self) -> int:

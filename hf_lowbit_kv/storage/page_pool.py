@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -90,6 +90,14 @@ class PinnedPages(PageUser):
         self.set_references({self.block: np.ones(pages, dtype=np.int32)})
 
 
+def located(blocks: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 each: the block of each of these pages, and its place there. Numbers count through the blocks."""
+    sizes = np.array([len(block) for block in blocks], dtype=np.int64)
+    ends = np.cumsum(sizes)
+    block = np.searchsorted(ends, numbers, side="right")
+    return block, numbers - (ends - sizes)[block]
+
+
 # ---- pages of a batch --------------------------------------------------------------------------------------------------
 
 
@@ -151,11 +159,7 @@ class PageTables(PageUser):
             )
 
     def located(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """int64 each: the block of each of these pages, and its place there."""
-        sizes = np.array([len(block) for block in self.blocks], dtype=np.int64)
-        ends = np.cumsum(sizes)
-        block = np.searchsorted(ends, numbers, side="right")
-        return block, numbers - (ends - sizes)[block]
+        return located(self.blocks, numbers)
 
     def widen(self, pages: int) -> None:
         """Give every row this many more pages, in one new block."""
@@ -297,15 +301,9 @@ class PagePool(PageUser):
     def __init__(self, count: int):
         super().__init__()
         self.count = count
-        #: in the order of numbers; `None`: numbers of a block that is gone
-        self.blocks: list[Block | None] = []
-        self._ends: list[int] = []
-        self._add(Block(count), uses=True)
-
-    def _add(self, block: Block, uses: bool) -> None:
-        self.blocks.append(block)
-        self._ends.append((self._ends[-1] if self._ends else 0) + len(block))
-        self._hold(block, uses)
+        #: in the order of numbers. Those of a detached block have no references, and are free for a block of the same size
+        self.blocks = [Block(count)]
+        self._hold(self.blocks[0], uses=True)
 
     def _hold(self, block: Block, uses: bool = False) -> None:
         self.set_references({**self.acquired, block: np.zeros(len(block), dtype=np.int32)}, uses)
@@ -313,26 +311,22 @@ class PagePool(PageUser):
     @property
     def free(self) -> int:
         """Number of free pages of the pool."""
-        return self.count - int(np.count_nonzero(self._own.references))
-
-    @property
-    def _own(self) -> Block:
-        assert self.blocks[0] is not None
-        return self.blocks[0]
+        return self.count - int(np.count_nonzero(self.blocks[0].references))
 
     def references(self, page: int) -> int:
         """How many references of rows and prefixes a page has."""
-        place = int(np.searchsorted(self._ends, page, side="right"))
-        block = self.blocks[place]
-        return 0 if block is None else int(self.acquired[block][page - self.first(place)])
+        block, place = located(self.blocks, np.array(page))
+        counts = self.acquired.get(self.blocks[block])
+        return 0 if counts is None else int(counts[place])
 
     def take(self, pages: int) -> list[int]:
         """Take free pages; they have one reference then. Raises `IndexError` if there are too few."""
         with _lock:
-            taken = np.flatnonzero(self._own.references == 0)[:pages]
+            own = self.blocks[0]
+            taken = np.flatnonzero(own.references == 0)[:pages]
             if len(taken) < pages:
                 raise IndexError(f"pages={pages} are not free: only {len(taken)} are")
-            self._own.references[taken] = self.acquired[self._own][taken] = 1
+            own.references[taken] = self.acquired[own][taken] = 1
         return taken.tolist()
 
     def acquire(self, pages: Sequence[int]) -> None:
@@ -346,12 +340,10 @@ class PagePool(PageUser):
         return self.free - before
 
     def _change(self, pages: Sequence[int], change: int) -> None:
-        ids = np.asarray(pages, dtype=np.int64)
-        places = np.searchsorted(self._ends, ids, side="right")
+        blocks, places = located(self.blocks, np.asarray(pages, dtype=np.int64))
         with _lock:
-            for place in set(places.tolist()):
-                block, of_block = self.blocks[place], ids[places == place] - self.first(place)
-                assert block is not None
+            for number in np.unique(blocks):
+                block, of_block = self.blocks[number], places[blocks == number]
                 for counts in (self.acquired[block], block.references):
                     np.add.at(counts, of_block, change)
                 assert (self.acquired[block][of_block] >= 0).all(), "a free page was released"
@@ -360,36 +352,31 @@ class PagePool(PageUser):
 
     def first(self, place: int) -> int:
         """The number of the first page of block `place`."""
-        return self._ends[place - 1] if place else 0
+        return sum(map(len, self.blocks[:place]))
 
     def block_of(self, page: int) -> Block | None:
         """The attached block of a page; `None`: it is a page of the pool."""
-        return None if page < self.count else self.blocks[int(np.searchsorted(self._ends, page, side="right"))]
+        return None if page < self.count else self.blocks[int(located(self.blocks, np.array(page))[0])]
 
     @property
     def attached(self) -> list[Block]:
-        return [block for block in self.blocks[1:] if block is not None]
+        return [block for block in self.acquired if block is not self.blocks[0]]
 
     def attach(self, block: Block) -> int:
         """Number the pages of a block. Returns its place among the blocks."""
-        for place, known in enumerate(self.blocks):
-            if known is None and self._ends[place] - self.first(place) == len(block):
-                self.blocks[place] = block
-                self._hold(block)
-                return place
-        self._add(block, uses=False)
-        return len(self.blocks) - 1
+        gone = (
+            place for place, each in enumerate(self.blocks) if each not in self.acquired and len(each) == len(block)
+        )
+        place = next(gone, len(self.blocks))
+        self.blocks[place : place + 1] = [block]
+        self._hold(block)
+        return place
 
     def detach(self) -> list[int]:
-        """Forget attached blocks to whose pages nothing here has a reference. Returns their places, whose numbers are free
-        for a block of the same size."""
-        places = []
-        for place, block in enumerate(self.blocks):
-            if place and block is not None and not self.acquired[block].any():
-                self.blocks[place] = None
-                self.set_references({each: counts for each, counts in self.acquired.items() if each is not block})
-                places.append(place)
-        return places
+        """Forget attached blocks to whose pages nothing here has a reference. Returns their places."""
+        gone = [block for block in self.attached if not self.acquired[block].any()]
+        self.set_references({block: counts for block, counts in self.acquired.items() if block not in gone})
+        return [self.blocks.index(block) for block in gone]
 
 
 def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

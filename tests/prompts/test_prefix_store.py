@@ -173,6 +173,66 @@ def test_models_with_sliding_or_recurrent_layers_match_exact_ends(family):
     assert cached == again.shape[1] - 1
 
 
+def test_sliding_layers_have_only_the_end_of_a_text():
+    """Not a place in its window, although packed layers hold that; and not the ends of two texts at once."""
+    ours, _ = tiny_models("gemma2")
+    store, texts = lb.PrefixStore(), [_text(100, 1), _text(108, 2)]
+    for ids in texts:
+        _generate(ours, ids, store, 1)
+    parted = torch.cat([texts[0][:, :98], _text(30, 3)], dim=1)
+    cache = lb.from_preset("kivi-4", ours, **DENSE)
+    assert store.find(cache, [parted[0]]) == (0, 98, None)
+    longer = [torch.cat([ids, _text(9, 4)], dim=1)[0] for ids in texts]
+    assert [store.find(cache, [ids]).tokens for ids in longer] == [100, 108]
+    assert store.find(cache, longer).tokens == 0
+    # so a text is kept beside those that it continues, and those that continue it
+    for ids in (longer[0][None], texts[0][:, :60]):
+        before = len(store)
+        _generate(ours, ids, store, 1)
+        assert len(store) > before
+    ends = {tuple(prompt.ids.tolist()) for prompt in store._prompts}
+    assert {tuple(ids.flatten().tolist()) for ids in (texts[0], longer[0], texts[0][:, :60])} <= ends
+
+
+def test_a_place_in_the_window_of_a_text(model):
+    """No page is read again. Two rows begin there with one text, and with two texts that do not have the same length at a
+    page."""
+    store, ids = lb.PrefixStore(), _text(100, 1)
+    longer = torch.cat([ids, _text(8, 2)], dim=1)
+    for each in (ids, longer.flip(1)):
+        _generate(model, each, store, 1)
+    cache = lb.from_preset("kivi-4", model, **DENSE)
+    rows = [torch.cat([ids[0, :98], _text(30, seed)[0]]) for seed in (3, 4)]
+    assert store.find(cache, rows).tokens == 98
+    rows[1] = torch.cat([longer.flip(1)[0, :107], _text(30, 5)[0]])
+    assert store.find(cache, rows).tokens == 64
+
+
+def test_a_text_that_another_one_saves_reading_is_no_hit(model):
+    """A pool may know more tokens of a text than the store does."""
+    store, ids = lb.PrefixStore(), _text(100, 1)
+    _generate(model, ids, store, 1)
+    cache, longer = lb.from_preset("kivi-4", model, **DENSE), torch.cat([ids, _text(9, 2)], dim=1)[0]
+    before = store.hits, store.misses
+    for known in (100, 128):
+        assert store.find(cache, [longer], known=known).contents is None
+    assert (store.hits, store.misses) == before
+    assert store.find(cache, [longer], known=99).tokens == 100
+    assert store.hits == before[0] + 1
+
+
+def test_rows_of_another_length_are_not_kept(model):
+    store, ids = lb.PrefixStore(), _text(90, 1)
+    cache = lb.from_preset("kivi-4", model, max_cache_len=200, **DENSE)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for text in (ids[0, :80], ids[0, :0], _text(91, 1)[0]):
+        store.add(cache, [text])
+    assert len(store) == 0
+    store.add(cache, [ids[0]])
+    assert len(store) == 1
+
+
 @pytest.mark.host
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_enabled_models(model, sequences):
@@ -330,6 +390,49 @@ def test_folders_have_a_limit(model, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     assert _generate(model, _text(100, 5), store)[1] == 99
     assert _generate(model, _text(100, 0), store)[1] == 0
+
+
+def test_texts_that_come_from_the_folder_have_room(model, tmp_path):
+    """One that a call needs takes the place of others; one that is only loaded does not, and is the first to go."""
+    texts = [_text(100, seed) for seed in range(4)]
+    store = lb.PrefixStore(folder=tmp_path)
+    for ids in texts[:3]:
+        _generate(model, ids, store, 1)
+    store.save()
+    one = store.nbytes // 3
+    other = lb.PrefixStore(int(2.5 * one), folder=tmp_path)
+    _generate(model, texts[3], other, 1)
+    cache = lb.from_preset("kivi-4", model, **DENSE)
+    _generate(model, texts[0], other, 1)
+    assert (len(other), other.removed) == (2, 0)
+    assert _generate(model, texts[1], other, 1)[1] == 99
+    assert (len(other), other.removed) == (2, 1)
+    assert other.load(cache) == 2
+    third = lb.PrefixStore(int(2.5 * one), folder=tmp_path)
+    _generate(model, texts[3], third, 1)
+    for _ in range(2):
+        assert third.load(cache) == 2
+    third.max_bytes = third.nbytes - 1
+    third._make_room()
+    assert torch.equal(third._prompts[0].ids[:100], texts[3][0])
+
+
+def test_a_text_that_a_call_uses_is_not_removed_for_another_one(model, tmp_path):
+    """Whether the other one is needed by another row, or has more tokens in common and fewer that can be used."""
+    first, second = _text(100, 1), _text(100, 2)
+    longer = torch.cat([first, _text(5, 3), _text(100, 4)], dim=1)
+    store = lb.PrefixStore(folder=tmp_path)
+    for ids in (second, longer):
+        _generate(model, ids, store, 1)
+    store.save()
+    small = lb.PrefixStore(store.nbytes // 2, folder=tmp_path)
+    cache = lb.from_preset("kivi-4", model, **DENSE)
+    rows = [torch.cat([ids, _text(9, 5)], dim=1)[0] for ids in (longer, second)]
+    assert small.find(cache, rows).tokens == 64
+    _generate(model, first, small, 1)
+    ids = torch.cat([longer[:, :105], _text(20, 6)], dim=1)
+    assert torch.equal(_generate(model, ids, small)[0], _generate(model, ids, None)[0])
+    assert small.tokens_saved
 
 
 def test_a_damaged_text_is_written_again(model, tmp_path):

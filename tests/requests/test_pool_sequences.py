@@ -68,6 +68,25 @@ def test_as_many_beginnings_are_kept_as_there_is_room_for(most):
     assert [machine.prefixes.find(text) is not None for text in texts] == [most == 2, True]
 
 
+def test_kept_texts_stay_attached_while_rows_read_them_or_as_many_as_are_allowed():
+    """Of two texts one may stay when no row reads them: that which was used last."""
+    machine = Machine("dense")
+    prefixes, pool = machine.prefixes, machine.pool
+    for which in (0, 1):
+        machine.run_one(Operation("kept text", which, 4))
+    rows, (pages,) = list(pool.rows), pool.page_pools.values()
+    texts, allowed = [machine.texts[row] for row in rows], len(pages.attached[0]) * machine.layers[0].page_bytes
+    for row, text in zip(rows, texts, strict=True):
+        prefixes.keep(row, text, allowed)
+    assert [prefixes.find(text) is not None for text in texts] == [True, True]
+    for _ in rows:
+        machine.run_one(Operation("end", 0, 3))
+    assert len(pages.attached) == 2
+    prefixes.keep(pool.enter(40), [], allowed)
+    assert [prefixes.find(text) is not None for text in texts] == [False, True]
+    assert len(pages.attached) == 1
+
+
 #: what random sequences seldom come to
 KEPT = {
     "a kept text is gone, and an empty slot's table has named its pages": [
@@ -86,6 +105,16 @@ KEPT = {
     "a fork outlives the row it came from, whose slot another one takes": [
         Operation("enter", 1, 60), Operation("chunk", 1, 100), Operation("enter", 2, 30), Operation("fork", 0, 1),
         Operation("end", 0, 1), Operation("step", 1, 3), Operation("step", 0, 5), Operation("chunk", 1, 40),
+    ],
+    "there is no room for a row that would go on from a kept text": [
+        Operation("enter", 0, 200), Operation("enter", 0, 200), Operation("enter", 0, 60), Operation("kept text", 0, 130),
+    ],
+    "rows go on from a cache, which then reads another text": [
+        Operation("cache", 0, 4), Operation("cache", 0, 4), Operation("change the cache", 0, 190),
+        Operation("cache", 1, 4), Operation("cache", 1, 4), Operation("change the cache", 1, 190),
+    ],
+    "rows go on from kept texts in two layouts": [
+        Operation("kept text", 0, 4), Operation("kept text", 1, 4), Operation("chunk", 0, 40), Operation("chunk", 1, 40),
     ],
 }  # fmt: skip
 

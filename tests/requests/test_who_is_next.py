@@ -1,4 +1,5 @@
-"""Which request gets a row, and whose prompt is read: short requests pass long ones, and no request waits for ever."""
+"""Which request gets a row, and whose prompt is read: short requests pass long ones, and no request waits for ever. Nor does a
+token that is there."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.requests.pool_models import empty_caches
 from hf_lowbit_kv.requests.pool_steps import new_pool
 from hf_lowbit_kv.requests.request import RequestReader
-from hf_lowbit_kv.requests.scheduler import Scheduler
+from hf_lowbit_kv.requests.scheduler import Scheduler, _Pending
 
 CHUNK, ROWS = 64, 3
 
@@ -25,8 +26,9 @@ def models():
 class Run:
     """A scheduler on a small pool, with requests of these lengths: prompt, and tokens to write."""
 
-    def __init__(self, models, lengths, look_ahead, tokens=320):
+    def __init__(self, models, lengths, look_ahead, tokens=320, streamer=lambda index: None):
         self.model, self.theirs = models
+        self.streamer = streamer
         self.reader = RequestReader(self.model, None, {"do_sample": False})
         make = empty_caches(self.model, "dense", SMALL_PAGES)
         with selected(self.model), torch.no_grad():
@@ -39,7 +41,8 @@ class Run:
     def source(self, lengths):
         for index, (prompt, new) in enumerate(lengths):
             ids = [(7 * place + index) % 150 + 2 for place in range(prompt)]
-            self.requests.append(self.reader.read({"input_ids": ids, "max_new_tokens": new}, index))
+            request = {"input_ids": ids, "max_new_tokens": new, "streamer": self.streamer(index)}
+            self.requests.append(self.reader.read(request, index))
             yield self.requests[-1]
 
     def round(self):
@@ -99,4 +102,81 @@ def test_long_prompts_without_short_ones_are_read_in_order(models):
     while run.round():
         pass
     assert run.begun == {0: 5, 1: 9}
+    run.free()
+
+
+class Device:
+    """A GPU that has not done the last thing that it was given. `events` says what happens in which order."""
+
+    def __init__(self, scheduler, events):
+        self.given, self.events = 0, events
+        scheduler._late = True
+        scheduler._on_its_way = lambda sequences, drawn: _Pending(
+            sequences, drawn, drawn.sent, drawn.logprobs, Arrival(self)
+        )
+
+    def begin(self):
+        self.given += 1
+
+
+class Arrival:
+    def __init__(self, device):
+        self.device, self.number = device, device.given
+
+    def query(self):
+        return self.device.given > self.number
+
+    def synchronize(self):
+        if not self.query():
+            self.device.events.append("wait")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeypatch, late):
+    """Three prompts fit into a chunk, so they are read one after the other before a step is taken. On a GPU nothing waits
+    between them, and a token is there when the next thing has begun."""
+    events: list[str] = []
+
+    class Streamer:
+        def __init__(self, index):
+            self.index = index
+
+        def put(self, value):
+            if value.numel() == 1:
+                events.append(f"token of {self.index}")
+
+        def end(self):
+            pass
+
+    run = Run(models, [(20, 2), (19, 2), (18, 1)], 1, streamer=Streamer)
+    device = Device(run.scheduler, events) if late else None
+
+    def watched(name, of):
+        def call(*args):
+            events.append(name)
+            if device is not None:
+                device.begin()
+            return of(*args)
+
+        return call
+
+    for name in ("read", "decode"):
+        monkeypatch.setattr(run.scheduler.steps, name, watched(name, getattr(run.scheduler.steps, name)))
+    while run.round():
+        pass
+    assert {result.index: len(result.generated_tokens) for result in run.results} == {0: 2, 1: 2, 2: 1}
+    first = ["read", "token of 0", "read", "token of 1", "read", "token of 2", "decode", "token of 0", "token of 1"]
+    behind = [
+        "read",
+        "read",
+        "token of 0",
+        "read",
+        "token of 1",
+        "decode",
+        "token of 2",
+        "wait",
+        "token of 0",
+        "token of 1",
+    ]
+    assert events == (behind if late else first)
     run.free()

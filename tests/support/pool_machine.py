@@ -7,7 +7,7 @@ of one row that got all tokens at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from pool_cases import poison
 
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.cache_contents import LayerContents, whole_pages
+from hf_lowbit_kv.formats import fragment
 from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
@@ -24,7 +25,7 @@ from hf_lowbit_kv.storage.page_pool import PageTables
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.storage.store_forks import fork_stores
-from hf_lowbit_kv.storage.stored_tokens import take_tokens
+from hf_lowbit_kv.storage.stored_tokens import in_layout_of, take_tokens
 
 HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
 #: by name, the specs of the layers
@@ -70,12 +71,13 @@ class Machine:
         """rows that began with a shared prefix, and with a kept text or a cache"""
         generator = torch.Generator().manual_seed(5)
         self._table = torch.randn(2, 8, HEADS, HEAD_DIM, generator=generator)
-        self._cached = [[0] * 20 + [which] * 180 for which in (0, 1)]
+        self._cached = [self._text(which) for which in (0, 1)]
         #: by text, stores of the layers; they change while rows read their pages
         self._caches = [
             self._stored(ids, capacity) for ids, capacity in zip(self._cached, (None, 2 * LONGEST), strict=True)
         ]
         self._kept = [[self._contents(store) for store in stores] for stores in self._caches]
+        self._kept[1] = [_in_another_layout(contents) for contents in self._kept[1]]
         poison(self.pool)
 
     def run(self, operations: list[Operation]) -> None:
@@ -113,23 +115,20 @@ class Machine:
         """A row whose text begins like those of others: texts differ from some place on, or not at all."""
         limit = 120 + operation.amount
         ids = [0] * 20 + [operation.which % 2] * (limit - 20)
-        prefix = self.prefixes.find(ids[: limit - 1])
-        shared = 0 if prefix is None else prefix.length
-        if not self.pool.free_slots or (missing := self.pool.missing(limit, shared)) > 0:
-            if self.pool.free_slots:
-                self.prefixes.make_room(missing)
-            return
-        self._begin(limit, ids, prefix)
-        self.hits += prefix is not None
+        row = self._admit(limit, ids, lambda: self.prefixes.find(ids[: limit - 1]))
+        self.hits += row is not None and row.length > 0
 
-    def _begin(self, limit: int, ids: list[int], prefix: Prefix | None) -> None:
-        row = self.pool.enter(limit, prefix)
+    def _admit(self, limit: int, ids: list[int], find: Callable[[], Prefix | None]) -> Row | None:
+        if not self.pool.free_slots or (row := self.pool.admit(limit, find, self.prefixes.make_room)) is None:
+            return None
         self.texts[row], self._stories[row] = ids[: row.length], ids
         self.check(row)
+        return row
 
     def _kept_text(self, operation: Operation) -> None:
         """A row goes on from a text that is kept elsewhere, from some page or some token of its window on."""
-        self._go_on([0] * 20 + [operation.which % 2] * 180, self._kept[operation.which % 2], operation.amount)
+        which = operation.which % 2
+        self._go_on(self._text(which), self._kept[which], operation.amount)
 
     def _cache(self, operation: Operation) -> None:
         """A row goes on from the present contents of a cache, which may change later."""
@@ -142,16 +141,13 @@ class Machine:
         match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
         in_tail = match == len(ids) or match > max(spec.sink + count for spec, count in paged)
         tokens = match if in_tail else whole_pages(paged, match)
-        if not tokens or not self.pool.free_slots:
+        if not tokens:
             return
         parts = [x._replace(tokens=x.tokens.first(tokens, x.spec)) for x in contents]
         before = [block.clone() for x in parts for block in x.tokens.blocks]
-        limit, prefix = min(tokens + amount, LONGEST), self.pool.kept(parts)
-        if self.pool.missing(limit, self.pool.shared_by(prefix)) > 0:
-            self.pool.detach()
-            return
-        self._begin(limit, ids[:tokens] + [amount % 8] * amount, prefix)
-        self.attached += 1
+        story = ids[:tokens] + [amount % 8] * amount
+        row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(parts))
+        self.attached += row is not None
         after = [block for x in parts for block in x.tokens.blocks]
         assert all(map(torch.equal, before, after))
 
@@ -205,7 +201,7 @@ class Machine:
 
     def _fork(self, operation: Operation) -> None:
         row = self._row(operation.which)
-        if row is None or not self.pool.free_slots or self.pool.missing_for_fork(row, row.limit) > 0:
+        if row is None or not self.pool.free_slots or self.pool.missing(row.limit, fork_of=row) > 0:
             return
         new = self.pool.fork(row, row.limit)
         self.texts[new], self._stories[new] = list(self.texts[row]), self._stories[row]
@@ -231,6 +227,10 @@ class Machine:
         self.prefixes.make_room(operation.amount % 5)
 
     # ---- texts that are kept elsewhere ----------------------------------------------------------------------------
+
+    def _text(self, which: int) -> list[int]:
+        """Its last page is not full, where layers have open pages."""
+        return [0] * 20 + [which] * 170
 
     def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
         """By layer, a store of one row with these tokens."""
@@ -321,3 +321,10 @@ class Machine:
             missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
             promised = sum(max(pages, 0) for pages in missing)  # a kept text's pages may reach further
             assert promised <= pages.free, "every row gets the pages that it was promised"
+
+
+def _in_another_layout(contents: LayerContents) -> LayerContents:
+    """As files have them that another backend wrote."""
+    spec = contents.spec.with_layouts(*fragment.LAYOUTS)
+    tokens = in_layout_of(contents.tokens, contents.spec, spec, contents.widths, contents.dtype)
+    return contents._replace(spec=spec, tokens=tokens)

@@ -1,0 +1,86 @@
+"""One text that is to be written, and what happens to it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import StopStringCriteria
+
+from .request import Request
+from .result import Result
+from .row_pool import Row
+from .sampling import Sampler
+
+
+class State(enum.Enum):
+    """What happens to a sequence. It goes from top to bottom; the first sequence of a request skips `FORKING`."""
+
+    FORKING = "becomes a fork of another sequence of its request, when that one has read the prompt"
+    WAITING = "has no row yet"
+    READING = "its prompt is being read"
+    DECODING = "tokens are being written"
+    ENDED = "its result is complete"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text that is to be written."""
+
+    request: Request
+    number: int
+    """index among the request's sequences"""
+    seed: int
+    result: Result
+    state: State
+    overtaken: int = 0
+    """later requests that got a row while this one waited"""
+    tried_at: int = -1
+    """`Scheduler._departures` when it did not fit"""
+    text: torch.Tensor | None = None
+    """int64 `[1, limit]` on the device, for processors that read it"""
+    tokens_drawn: int = 0
+    """number of tokens drawn; the last one may not have arrived on the CPU yet"""
+    looked_at: int | None = 0
+    """`Scheduler._news` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
+    # `begin` sets these
+    row: Row = None  # type: ignore[assignment]
+    sampler: Sampler = None  # type: ignore[assignment]
+    criteria: list[Any] = field(default_factory=list)
+    """stopping criteria, without those that the scheduler checks itself"""
+    stop_strings: StopStringCriteria | None = None
+
+    @property
+    def has_row(self) -> bool:
+        return self.state in (State.READING, State.DECODING)
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens that the CPU knows."""
+        return self.request.prompt_ids + self.result.generated_tokens
+
+    def last(self, count: int) -> list[int]:
+        """The last tokens that the CPU knows, at most `count`."""
+        return self.request.prompt_ids[-count:] + self.result.generated_tokens[-count:]
+
+
+#: an id outside of every vocabulary, which stop strings do not match
+_NO_TOKEN = 2**31 - 1
+
+
+def stopped_by_strings(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
+    """The sequences that end with a stop string once they have these tokens. One check for all that have the same stop
+    strings, of as many tokens as those can have."""
+    groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
+    for sequence, token in zip(sequences, tokens, strict=True):
+        if sequence.stop_strings is not None and sequence.has_row and token >= 0:  # below 0: none was drawn
+            groups.setdefault(sequence.stop_strings, []).append((sequence, token))
+    stopped: set[Sequence] = set()
+    for criterion, members in groups.items():
+        most = criterion.maximum_token_len
+        lines = [[_NO_TOKEN] * most + sequence.last(most) + [token] for sequence, token in members]
+        ends = criterion(torch.tensor([line[-most:] for line in lines]), None).tolist()
+        stopped.update(sequence for (sequence, _), end in zip(members, ends, strict=True) if end)
+    return stopped
