@@ -301,9 +301,7 @@ def tasks_table(path: Path = TASKS) -> str:
     """Scores of each preset in percent, and the share of the tokens attended to that is packed: solved items of HumanEval
     and GSM8K, and the mean of RULER's tasks at each context."""
     presets = newest_tasks(path)
-    lengths = contexts(presets.values())
-    columns: dict[str, list[Key]] = {shown: [(task, None)] for task, (shown, _) in WORKED.items()}
-    columns |= {f"RULER, {length // 1024}k": [(task, length) for task in RULER] for length in lengths}
+    columns = _columns(presets)
     rows = [[f"`{name}`", *(_cell(records, keys) for keys in columns.values())] for name, records in presets.items()]
     return markdown_table(["preset", *columns], rows) if rows else NONE
 
@@ -326,11 +324,67 @@ def ruler_table(path: Path = TASKS) -> str:
     return markdown_table(["context, preset", *KINDS], rows) if rows else NONE
 
 
+def losses_list(path: Path = TASKS) -> str:
+    """A line for each column of `tasks_table`: how far the presets are from 16 bits, in points. A preset that is further
+    away than the standard error of a difference is named apart, with the kinds of tasks that lose most."""
+    presets = newest_tasks(path)
+    lines = []
+    for column, keys in _columns(presets).items():
+        scored = {name: x for name, records in presets.items() if (x := _points(records, keys)) is not None}
+        full = scored.pop("dense", None)
+        if not scored:
+            continue
+        if full is None:
+            lines.append(f"- **{column}**: 16 bits are not measured, so this column shows no loss.\n")
+            continue
+        error = 2**0.5 * _standard_error(presets["dense"], keys)
+        away = {name: f"`{name}` {x - full:+.1f}" for name, x in scored.items()}
+        near = ", ".join(away[name] for name, x in scored.items() if abs(x - full) <= error)
+        far = ", ".join(
+            away[name] + _most_lost(presets[name], presets["dense"], keys)
+            for name, x in scored.items()
+            if abs(x - full) > error
+        )
+        line = f"- **{column}**: 16 bits have {full:.1f}. Within the error of a difference, {error:.1f} points: "
+        lines.append(line + f"{near or 'no preset'}." + (f" Further away: {far}." if far else "") + "\n")
+    return "".join(lines) or NONE
+
+
+def _points(records: Records, keys: list[Key]) -> float | None:
+    """The mean score in percent; `None` if a task has no record."""
+    return 100 * sum(records[key]["score"] for key in keys) / len(keys) if all(key in records for key in keys) else None
+
+
+def _standard_error(records: Records, keys: list[Key]) -> float:
+    """Of the mean score, in points. At most this, because an item's score is between 0 and 1."""
+    variances = (records[key]["score"] * (1 - records[key]["score"]) / records[key]["items"] for key in keys)
+    return 100 * sum(variances) ** 0.5 / len(keys)
+
+
+def _most_lost(records: Records, full: Records, keys: list[Key]) -> str:
+    """In brackets, the two kinds of RULER's tasks that lose most of the mean; empty for other tasks."""
+    kinds = {}
+    for kind, begin in KINDS.items():
+        of_kind = [key for key in keys if key[0].startswith(begin)]
+        if of_kind and (lost := (before := _points(full, of_kind)) - (after := _points(records, of_kind))) > 0:
+            kinds[f"{kind} {after:.0f} instead of {before:.0f}"] = lost * len(of_kind)
+    most = sorted(kinds, key=lambda kind: -kinds[kind])[:2]
+    return f" ({', '.join(most)})" if most else ""
+
+
+def _columns(presets: Mapping[str, Records]) -> dict[str, list[Key]]:
+    """The columns of the tables of tasks, and the records that each is the mean of."""
+    columns: dict[str, list[Key]] = {shown: [(task, None)] for task, (shown, _) in WORKED.items()}
+    return columns | {
+        f"RULER, {length // 1024}k": [(task, length) for task in RULER] for length in contexts(presets.values())
+    }
+
+
 def _cell(records: Records, keys: list[Key], packed: bool = True) -> str:
     """The mean score in percent, with the packed share in brackets; empty if a task has no record."""
-    if not all(key in records for key in keys):
+    if (score := _points(records, keys)) is None:
         return ""
-    score, share = (100 * sum(records[key][field] for key in keys) / len(keys) for field in ("score", "packed_share"))
+    share = 100 * sum(records[key]["packed_share"] for key in keys) / len(keys)
     return f"{score:.1f} ({share:.0f} %)" if packed else f"{score:.0f}"
 
 

@@ -310,6 +310,7 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "models": lambda rows: model_tables.models_table(),
     "tasks": lambda rows: model_tables.tasks_table(),
     "ruler": lambda rows: model_tables.ruler_table(),
+    "losses": lambda rows: model_tables.losses_list(),
     "peers": lambda rows: model_tables.peers_table(),
     "peer-texts": lambda rows: model_tables.texts_table(),
     "parallel": lambda rows: page_tables.parallel_table(),

@@ -17,7 +17,7 @@ import torch
 from ..formats import Format
 from ..storage.transforms import Transform
 from .attention_weights import PageGrid
-from .calibrators import Calibrator, calibrator_for
+from .calibrators import Calibrator, calibrator_for, one_thread
 
 SIDES = ("keys", "values")
 
@@ -247,7 +247,8 @@ class KeptPages:
                     for (name, _), tensor in zip(part.parameter_kinds, tensors, strict=True):
                         fitted[".".join(("layers", str(layer), *key[:-1], name))] = tensor.cpu()
                 if isinstance(part, Transform):
-                    prepared = part.prepare([tensor.float().to(x.device) for tensor in tensors])
+                    with one_thread():  # on the CPU: no GPU library for a few small matrices
+                        prepared = [y.to(x.device) for y in part.prepare([tensor.float().cpu() for tensor in tensors])]
                     x = part.map(x.flatten(1, 2)[None], prepared)[0].view(x.shape)
         for size, side in itertools.product(self.plan.page_sizes, SIDES):
             self._pages.pop((size, layer, side), None)

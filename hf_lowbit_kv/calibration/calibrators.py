@@ -7,6 +7,8 @@ and of the format `static`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +21,18 @@ from .kmeans import MOST_POINTS, check_kmeans, check_points, kmeans
 
 #: default tokens per page
 PAGE = 128
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Decompose the matrices of KV heads in one thread. They are small, so several threads mostly wait for each other: a
+    second or more for each layer where other programs use the cores. The results are the same, bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class Calibrator(ABC):
@@ -140,15 +154,22 @@ class EigenCalibrator(Calibrator):
         covariance = self.covariance / max(self.tokens, 1)
         if self.windows:
             covariance = ALIKE * covariance + (1 - ALIKE) * self.attended / self.windows
+        with one_thread():
+            matrix = self._matrix(covariance)
+        # rounding to half precision makes the file small, and is exact for attention: queries get the inverse of the
+        # rounded matrix
+        center = (self.total / max(self.tokens, 1)).clamp(-FP16_MAX, FP16_MAX)
+        return matrix.half(), center.half()
+
+    def _matrix(self, covariance: torch.Tensor) -> torch.Tensor:
+        """W^1/2 U of each KV head, float64 `[H, D, D]`. covariance: C."""
         identity = torch.eye(self.head_dim, dtype=torch.float64)
         mean = self.weights.diagonal(dim1=-2, dim2=-1).mean(-1)
         costs = torch.where(mean[:, None, None] > 0, self.weights / mean.clamp(min=1e-300)[:, None, None], identity)
         root = _square_root(costs + RIDGE * identity)
         vectors = torch.linalg.eigh(root @ covariance @ root).eigenvectors
-        # flip: ascending -> descending. Keys are rows: k' = (k - c) (W^1/2 U). Rounding to half precision makes the file
-        # small, and is exact for attention: queries get the inverse of the rounded matrix
-        center = (self.total / max(self.tokens, 1)).clamp(-FP16_MAX, FP16_MAX)
-        return (root @ vectors.flip(-1)).half(), center.half()
+        # flip: ascending -> descending. Keys are rows: k' = (k - c) (W^1/2 U)
+        return root @ vectors.flip(-1)
 
 
 def _square_root(matrix: torch.Tensor) -> torch.Tensor:

@@ -143,3 +143,30 @@ def test_tables(tmp_path):
     head, _, row = model_tables.ruler_table(path).splitlines()
     assert head == "| context, preset | " + " | ".join(model_tables.KINDS) + " |"
     assert row == "| 4k, `kivi-4` | 8 | 33 | 50 | 58 | 67 | 75 | 83 | 96 |"
+
+
+def test_losses(tmp_path):
+    """Every preset is named once: within the error of 16 bits, or with its difference and what it loses most."""
+    path = tmp_path / "tasks.jsonl"
+    assert model_tables.losses_list(path) == "(no record)\n"
+
+    def add(preset, task, score, items=25, context=4096):
+        record = {"model": model_tables.MEASURED, "preset": preset, "task": task, "context": context, "items": items}
+        append_record(path, record | {"score": score, "packed_share": 0.9})
+
+    for task in TASKS:
+        add("kivi-4", task, 0.5, context=16384)
+        add("dense", task, 0.5)
+        add("kivi-4", task, 0.48)
+        add("kivi-2", task, {"vt": 0.1, "fwe": 0.6}.get(task, 0.0 if task.startswith("niah_multikey") else 0.5))
+    add("dense", "gsm8k", 0.5, 100, None)
+    add("kivi-4", "gsm8k", 0.5 - 50**0.5 / 100 + 1e-6, 100, None)  # sqrt(2 * .5 * .5 / 100), nearly
+    add("kivi-2", "gsm8k", 0.25, 100, None)
+    assert model_tables.losses_list(path).splitlines() == [
+        "- **GSM8K**: 16 bits have 50.0. Within the error of a difference, 7.1 points: `kivi-4` -7.1. "
+        "Further away: `kivi-2` -25.0.",
+        # 100 * sqrt(2 * 13 * .25 / 25) / 13 = 3.9
+        "- **RULER, 4k**: 16 bits have 50.0. Within the error of a difference, 3.9 points: `kivi-4` -2.0. "
+        "Further away: `kivi-2` -13.8 (NIAH multikey 0 instead of 50, VT 10 instead of 50).",
+        "- **RULER, 16k**: 16 bits are not measured, so this column shows no loss.",
+    ]

@@ -206,3 +206,21 @@ def test_weights_stay_with_their_tokens(monkeypatch):
         assert torch.equal(tokens, weights)
     assert observed[1][0][0, 0] == length + 32
     assert not torch.equal(pages[0].flatten(1), pages[0].flatten(1).sort(1).values)  # the order is not that of the text
+
+
+def test_matrices_are_decomposed_in_one_thread(model, monkeypatch):
+    """Threads wait for each other there, seconds for each layer on a machine that is busy. The caller's number comes back."""
+    counts = []
+    for name in ("eigh", "inv"):
+        original = getattr(torch.linalg, name)
+        counted = lambda x, original=original: counts.append(torch.get_num_threads()) or original(x)  # noqa: E731
+        monkeypatch.setattr(torch.linalg, name, counted)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        calibrate(model, ["eigen-2"])
+        assert torch.get_num_threads() == 3
+        # of each layer: two decompositions, and the inverse
+        assert counts == [1] * 3 * model.config.num_hidden_layers
+    finally:
+        torch.set_num_threads(before)
