@@ -19,8 +19,8 @@ from ...formats.codebook import Codebook
 from ...formats.dense import Dense
 from ...formats.fp8 import Fp8
 from ...formats.fp8_centered import Fp8Centered
-from ...formats.fragment import LAYOUTS
-from ...formats.static import Static, vector, words
+from ...formats.fragment import LAYOUTS, vector
+from ...formats.static import Static, words
 from ...formats.trellis import CHAIN_TOKENS, Trellis
 from .needs import WIDEST, Needs, slices
 
