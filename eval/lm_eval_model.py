@@ -55,7 +55,7 @@ from hf_lowbit_kv.eval.local_models import (
     without_tokenizer,
 )
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
-from hf_lowbit_kv.formats.installed import load_installed
+from hf_lowbit_kv.formats.registered import load_installed
 from hf_lowbit_kv.presets import get_preset
 
 #: arguments for transformers' loader. Arguments that neither lm-eval nor the loader knows go to `from_preset`

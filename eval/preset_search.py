@@ -6,7 +6,6 @@ beats. `plot` draws the points.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,14 +221,9 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str) -> None:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.figure.canvas.draw()  # afterwards the positions of points are known
-    taken = [*_markers(axes, rows), *_steps(axes, front)]
+    taken = _markers(axes, rows)
     _name(axes, front, "black", 9, taken)
     _name(axes, rest, "0.45", 7, taken)
-
-
-def _places(axes: Any, rows: Sequence[dict[str, Any]]) -> Any:
-    """Positions of the rows' points, in pixels `[rows, 2]`."""
-    return axes.transData.transform([(row["bits_per_value"], row["kl"]) for row in rows]) if rows else []
 
 
 def _markers(axes: Any, rows: Sequence[dict[str, Any]]) -> list[Any]:
@@ -237,54 +231,25 @@ def _markers(axes: Any, rows: Sequence[dict[str, Any]]) -> list[Any]:
     from matplotlib.transforms import Bbox
 
     half = 3 * axes.figure.dpi / 72
-    return [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in _places(axes, rows)]
+    places = axes.transData.transform([(row["bits_per_value"], row["kl"]) for row in rows])
+    return [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in places]
 
 
-def _steps(axes: Any, front: Sequence[dict[str, Any]]) -> list[Any]:
-    """Bounding boxes of the line that joins the points of the front: first to the right, then down."""
-    from matplotlib.transforms import Bbox
-
-    boxes = []
-    for (x, y), (next_x, next_y) in itertools.pairwise(_places(axes, front)):
-        boxes += [Bbox.from_extents(x, y - 1, next_x, y + 1), Bbox.from_extents(next_x - 1, next_y, next_x + 1, y)]
-    return boxes
-
-
-#: offsets from a point at which its label may begin or end, in typographic points. The first free place is taken
-_SIDES = (
-    *((6, -3), (6, 5), (6, -11), (12, 14), (12, -20), (18, 24), (18, -30)),
-    *((30, 34), (30, -40), (45, 20), (45, -26), (45, -50), (60, -60)),
-)
-_OFFSETS = [(sign * x, y) for x, y in _SIDES for sign in (1, -1)]
-#: from this horizontal offset on, a line joins the label to its point
-_FAR = 12
-
-
-def _line(axes: Any, point: tuple[float, float], box: Any, right: bool) -> list[Any]:
-    """Small boxes along the line from a point to the label in `box`, without the first quarter of the line."""
-    from matplotlib.transforms import Bbox
-
-    x, y = axes.transData.transform(point)
-    across, up = (box.x0 if right else box.x1) - x, (box.y0 + box.y1) / 2 - y
-    ways = [part / 16 for part in range(4, 16)]
-    return [Bbox.from_bounds(x + way * across, y + way * up, 1, 1) for way in ways]
+#: offsets from a point at which its label begins, or ends (negative), in typographic points. The first free one is taken
+_OFFSETS = ((-6, -3), (6, -3), (-6, -13), (6, 5), (6, -11), (-6, 5), (6, 14), (-6, 14), (6, -20), (-6, -20))
 
 
 def _name(axes: Any, rows: Sequence[dict[str, Any]], colour: str, size: int, taken: list[Any]) -> None:
     """Write the rows' names beside their points if there is room. `taken` collects the boxes of everything drawn."""
     for row in rows:
-        point = row["bits_per_value"], row["kl"]
         for x, y in _OFFSETS:
             aligned: dict[str, Any] = {"textcoords": "offset points", "ha": "left" if x > 0 else "right"}
+            point = row["bits_per_value"], row["kl"]
             text = axes.annotate(row["preset"], point, xytext=(x, y), fontsize=size, color=colour, **aligned)
             box = text.get_window_extent()
-            line = _line(axes, point, box, x > 0) if abs(x) >= _FAR else []
             inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.figure.bbox.x1
             inside &= axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
-            if inside and not any(part.overlaps(other) for part in (box, *line) for other in taken):
-                taken += [box, *line]
-                if line:
-                    style = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
-                    axes.annotate("", point, xytext=(x, y + size / 3), arrowprops=style, **aligned)
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
                 break
             text.remove()

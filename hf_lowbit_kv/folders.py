@@ -18,6 +18,13 @@ def cache_root() -> Path:
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("hf-lowbit-kv"))
 
 
+def try_folder(folder: Path) -> None:
+    """Create a folder if it is missing. Raises `OSError` if it cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
+        file.write(b"\0")
+
+
 def make_folder(folder: Path) -> None:
     """Create a subfolder of `cache_root` if it is missing, and check that it can be written.
 
@@ -25,9 +32,7 @@ def make_folder(folder: Path) -> None:
         OSError: it cannot be written. The message says how to choose another folder.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
-            file.write(b"\0")
+        try_folder(folder)
     except OSError as error:
         raise OSError(
             f"{str(folder)!r} cannot be written: {error.strerror or error}. Set the environment variable {VARIABLE} to another "

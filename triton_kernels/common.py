@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import LayerStore
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -57,6 +58,19 @@ def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int])
     if record is None:
         return nothing
     return record, record.stride(0) if record.shape[0] > 1 else 0
+
+
+def real_tokens(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of a chunk, bool `[B, S]`: the indices of the real tokens (not padding), in order, int32 `[B, S]`; and their
+    number, int32 `[B]`."""
+    order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+    return order.to(torch.int32), mask.sum(1, dtype=torch.int32)
+
+
+def pages_due(spec: LayerSpec, tokens: int, pages: int) -> int:
+    """The largest number of pages of a row that a chunk of `tokens` tokens packs: at most the tail and the chunk, after a
+    partial page."""
+    return min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
 
 
 # Triton's functions of these names also work in kernels. From Python each call takes several microseconds, and a launch

@@ -21,7 +21,7 @@ from . import dense, prompt
 from .append import append_counters_kernel, append_one_kernel, append_pages_kernel, append_window_kernel
 from .attend import attend_kernel, merge_kernel
 from .common import OPTIONS as OPTIONS
-from .common import cdiv, constants, dot_type, format_records, next_power_of_2, padded_width
+from .common import cdiv, constants, dot_type, format_records, next_power_of_2, padded_width, pages_due, real_tokens
 from .common import launch as _launch
 from .common import launches as launches
 from .common import takes_ptx as _takes_ptx
@@ -300,13 +300,8 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
             **(common | dims | padded | encoding),
         )
         return
-    order, count = k, state.length
-    if mask is not None:
-        # the indices of the real tokens (not padding), in order
-        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
-        count = mask.sum(1, dtype=torch.int32)
-    # at most the tail and the chunk are packed, after a partial page
-    due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
+    order, count = (k, state.length) if mask is None else real_tokens(mask)
+    due = pages_due(spec, tokens, pages)
     _launch(
         append_pages_kernel,
         (batch * heads, due),

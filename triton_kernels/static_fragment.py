@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..formats import static as static_fragment
-from ..formats.fragment import LAYOUTS
+from ..formats.fragment import LAYOUTS, vector
 from . import static
 
 _FIELDS = (
@@ -33,7 +33,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         *plain,
         transposed=fmt.layout == LAYOUTS[1],
         lane_words=count,
-        vector=static_fragment.vector(count),
+        vector=vector(count),
         plane_at=tuple(
             tuple(starts.get(width, 0) + width * (first // static_fragment.OCTET) for width, first in zip(*pair))
             for pair in zip(plain.plane_width, plain.plane_first, strict=True)

@@ -34,7 +34,6 @@ import itertools
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -44,7 +43,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hf_lowbit_kv.backends.choice import Served, choose_backend, storage_spec
-from hf_lowbit_kv.eval.benchmarks.other_tree import Compilers, OtherTree, tiny_case
+from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree, compile_kernels, tiny_case
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     USUAL,
     PackedCase,
@@ -280,9 +279,9 @@ def fast_peers(
     return candidates
 
 
-def runs(cells: Sequence[Cell], compilers: Compilers | None = None, **options) -> Iterator[tuple[Any, ...]]:
+def runs(cells: Sequence[Cell], jobs: int = 0, **options) -> Iterator[tuple[Any, ...]]:
     """`(title, record, None)` of each measurement, or `(title, None, fault)`. Peers are set up once for each shape, so
-    cells of one shape should follow each other. options: arguments of `measure`."""
+    cells of one shape should follow each other. jobs: threads that compile beforehand. options: arguments of `measure`."""
     dtype, device = options["dtype"], options["device"]
     bandwidth = read_bandwidth(device)
     print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
@@ -297,16 +296,14 @@ def runs(cells: Sequence[Cell], compilers: Compilers | None = None, **options) -
         )
         for cell in cells
     ]
-    begun: dict[Cell, list] = {}
-    for cell in resolved if compilers else ():
-        if cell.backend == "cuda":
-            assert compilers is not None
-            sizes = options["head_dim"], options["query_length"], dtype, device, options.get("per_head")
-            # another tree may not know a format; then the measurement of the cell reports it
-            with suppress(Exception):
-                begun[cell] = compilers.begin(
-                    partial(tiny_case, Shape.parse(cell.shape), cell.preset, "cuda", *sizes), "cuda", device
-                )
+    if jobs:
+        sizes = options["head_dim"], options["query_length"], dtype, device, options.get("per_head")
+        layers = [
+            partial(tiny_case, Shape.parse(cell.shape), cell.preset, "cuda", *sizes)
+            for cell in resolved
+            if cell.backend == "cuda"
+        ]
+        compile_kernels(layers, "cuda", jobs, options.get("against"))
     peers: dict[str, Any] = {}
     last = None
     for cell in resolved:
@@ -319,7 +316,6 @@ def runs(cells: Sequence[Cell], compilers: Compilers | None = None, **options) -
             last = shape
         title = f"{shape.name} {cell.preset} {cell.backend}"
         record = fault = None
-        Compilers.wait(begun.get(cell, ()))
         try:
             record = measure(shape, cell.preset, str(cell.backend), peers, bandwidth, **options)
         except WrongResultError as error:
@@ -354,7 +350,7 @@ def main(
         str | None, typer.Option(help="Commit, or folder with another state of the packages: timed beside this one.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile beforehand [default: one a core on a GPU].")
+        int | None, typer.Option(min=0, help="Threads that compile beforehand [default: one a core on a GPU].")
     ] = None,
     device: Device = "cuda",
     commit: Commit = None,
@@ -379,21 +375,14 @@ def main(
         Shape.parse(cell.shape)
     other = None if against is None else OtherTree(against)
     jobs = (os.cpu_count() or 1 if where.type == "cuda" else 0) if jobs is None else jobs
-    compilers = Compilers(jobs, other) if jobs and where.type == "cuda" else None
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": where, "head_dim": head_dim}
     options |= {"query_length": query_length, "rounds": rounds, "per_head": per_head, "against": other}
-    measured = runs(wanted, compilers, **options)
-    try:
-        for title, record, fault in track(
-            measured, "measuring", total=len(wanted), console=run.console, transient=True
-        ):
-            if fault:
-                run.faults.append(f"{title}: {fault}")
-            else:
-                run.add(record)
-    finally:
-        if compilers is not None:
-            compilers.close()
+    measured = runs(wanted, jobs if where.type == "cuda" else 0, **options)
+    for title, record, fault in track(measured, "measuring", total=len(wanted), console=run.console, transient=True):
+        if fault:
+            run.faults.append(f"{title}: {fault}")
+        else:
+            run.add(record)
     if other is not None:
         run.console.print(comparison(run.records))
     times = "ms:.4f", "peer", "ratio:.2f", "byte_limit_ratio:.2f", "relerr:.1e", "step_ms:.4f", "behind_ms:.4f"

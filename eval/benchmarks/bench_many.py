@@ -7,9 +7,8 @@ The model has the shape of Llama 3.1 8B and random weights. Measurements:
 - `ragged`: the same with rows of different lengths, so that some row fills a page in most steps. The time is the mean
   over as many steps as a page has tokens. `round_ms` is a whole round of the scheduler with such rows.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
-- `predicted`: seconds of `lb.generate` on the same requests in batches within the same memory, for three orders and
-  five batch sizes. They are computed from times of prompts and steps, measured before by `steps` or `ragged`.
-- `static`: runs of the `static_runs` orders and batch sizes with the fewest predicted seconds.
+- `static`: `lb.generate` on the same requests in batches within the same memory, in each `--static` order with its
+  largest batch size.
 - `packed`: `model.generate_batch` under `lb.enable`: transformers' own scheduler on packed pages.
 - `peer`: transformers' own scheduler in 16 bits, on the first requests, for at most `peer_seconds`.
 
@@ -42,7 +41,7 @@ from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 
-PARTS = ("steps", "ragged", "many", "predicted", "static", "packed", "peer")
+PARTS = ("steps", "ragged", "many", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
 STEPS = 24
 #: steps with ragged rows: as many as a page has tokens
@@ -88,7 +87,8 @@ SORTINGS: dict[str, Callable[[Job], float]] = {
     "by prompt": lambda job: -len(job.prompt),
     "by answer": lambda job: -job.answer,
 }
-BATCH_SIZES = (8, 16, 32, 64, 128)
+#: the fastest for each kind of answers, of these orders with batches of 8 to 128
+STATIC = ("by answer:64", "by prompt:64")
 
 
 def batches(
@@ -105,34 +105,6 @@ def batches(
         else:
             groups.append([job])
     return groups
-
-
-class Cost(NamedTuple):
-    """Measured times of reading and decoding."""
-
-    token_s: float
-    """seconds to read a token of a prompt"""
-    steps_ms: dict[int, float]
-    """milliseconds of a decode step, by rows"""
-
-    def step_s(self, rows: int) -> float:
-        """Seconds of a step with `rows` rows, interpolated linearly between measured numbers of rows."""
-        known = sorted(self.steps_ms)
-        below = max((n for n in known if n <= rows), default=known[0])
-        above = min((n for n in known if n >= rows), default=known[-1])
-        share = 0.0 if above == below else (rows - below) / (above - below)
-        return (self.steps_ms[below] * (1 - share) + self.steps_ms[above] * share) / 1e3
-
-    def parts(self, groups: Sequence[Sequence[Job]]) -> tuple[float, float]:
-        """Seconds of these batches: for padded prompts, and for steps until the longest answer of each batch is
-        written."""
-        prompt_s = sum(len(batch) * max(len(job.prompt) for job in batch) * self.token_s for batch in groups)
-        decode_s = sum(max(job.answer for job in batch) * self.step_s(len(batch)) for batch in groups)
-        return prompt_s, decode_s
-
-    def predicted(self, groups: Sequence[Sequence[Job]]) -> float:
-        """Predicted seconds of these batches."""
-        return sum(self.parts(groups))
 
 
 def cut_short(work: list[Job], whole: int = 24) -> list[Job]:
@@ -373,35 +345,10 @@ def measure_packed(model: Any, preset: str, work: list[Job], memory: int, sized_
 def measure_peer(model: Any, work: list[Job], most_seconds: float) -> dict[str, Any]:
     """Run transformers' own scheduler in the model's dtype."""
     model.set_attn_implementation("sdpa")
-    return measure_batching(model, work, most_seconds)
-
-
-class Batching(NamedTuple):
-    """Static batches of all requests."""
-
-    sorting: str
-    rows: int
-    """most rows of a batch"""
-    grouped: list[list[Job]]
-    predicted_s: float
-
-
-def ranked_batchings(work: list[Job], cost: Cost, row_bytes: Any, memory: int) -> list[Batching]:
-    """All orders and batch sizes, by their predicted seconds."""
-    ranked = []
-    for sorting, rows in itertools.product(SORTINGS, BATCH_SIZES):
-        grouped = batches(work, sorting, rows, row_bytes, memory)
-        ranked.append(Batching(sorting, rows, grouped, cost.predicted(grouped)))
-    return sorted(ranked, key=lambda batching: batching.predicted_s)
-
-
-def different(ranked: list[Batching]) -> list[Batching]:
-    """Without those whose batches are as large as those of one before them in the same order: memory, not the batch size,
-    limits both."""
-    first: dict[Any, Batching] = {}
-    for each in ranked:
-        first.setdefault((each.sorting, *map(len, each.grouped)), each)
-    return list(first.values())
+    try:
+        return measure_batching(model, work, most_seconds)
+    finally:
+        model.set_attn_implementation(lb.ATTENTION_NAME)
 
 
 def main(
@@ -411,7 +358,10 @@ def main(
     ] = None,
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     requests: Annotated[int, typer.Option(help="Requests.")] = 200,
-    static_runs: Annotated[int, typer.Option(help="Static: so many orders and batch sizes, the fastest first.")] = 1,
+    static: Annotated[
+        list[str] | None,
+        typer.Option(help=f"ORDER:ROWS of static batches, repeatable; {', '.join(SORTINGS)} [default: the fastest]."),
+    ] = None,
     first: Annotated[int | None, typer.Option(help="Of the requests, take only so many.")] = None,
     answers: Annotated[list[str] | None, typer.Option(help="long-tailed, 50-500; repeatable.")] = None,
     memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
@@ -432,68 +382,36 @@ def main(
     wanted = part or ["steps", "many", "static"]
     if unknown := [name for name in wanted if name not in PARTS]:
         raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
+    batchings = [_batching(each) for each in static or STATIC]
     rows, prompts, size = rows or list(ROWS), (200, 8000), parse_size(memory)
     if tiny:
         rows, prompts = [1, 3], (20, 300)
         answers, requests, length = ["tiny"], min(requests, 12), 200
     run = Run("many", device, commit, out, preset=preset, memory=size, chunk=chunk)
     model = random_8b(run, layers, tiny)
-    cost = Cost(1 / 20_000, {1: 7.0, 64: 12.0})
-
-    def time_steps(ragged: bool) -> Cost:
-        records = [run.add(record) for record in measure_steps(model, preset, length, rows, ragged, slots)]
-        return Cost(records[-1]["batch_token_s"], {record["rows"]: record["batch_ms"] for record in records})
-
-    def run_static(each: Batching) -> dict[str, Any]:
-        measure_static(model, preset, first_tokens(each.grouped), chunk)
-        chosen = {"part": "static", "rows": each.rows, "sorting": each.sorting}
-        return chosen | measure_static(model, preset, each.grouped, chunk)
-
-    if steps_first := wanted[0] in ("steps", "ragged"):
-        cost = time_steps(wanted[0] == "ragged")
-    kinds = {
-        kind: jobs(requests, kind, model.config.vocab_size, prompts)[:first]
-        for kind in answers or ["long-tailed", "50-500"]
-    }
-    static: dict[str, list[Batching]] = {}
-    of_kind = {kind: {"answers": kind, "requests": len(work)} for kind, work in kinds.items()}
-    for kind, work in kinds.items():
+    for name in wanted:
+        if name in ("steps", "ragged"):
+            for record in measure_steps(model, preset, length, rows, name == "ragged", slots):
+                run.add(record)
+    for kind in answers or ["long-tailed", "50-500"]:
+        work = jobs(requests, kind, model.config.vocab_size, prompts)[:first]
+        of_kind = {"answers": kind, "requests": len(work)}
         if "many" in wanted:
             measure_many(model, preset, cut_short(work), size, chunk)
             record = measure_many(model, preset, work, size, chunk)
-            run.add({"part": "many", "rows": record["slots"]} | of_kind[kind] | record)
-            if not steps_first:  # from the mean of its steps
-                mean = max(sum(job.answer for job in work) / record["steps"], 1)
-                token_s = record["prompt_s"] / sum(len(job.prompt) for job in work)
-                cost = Cost(token_s, {1: 7.0, round(mean): 1e3 * record["decode_s"] / record["steps"]})
-        if {"predicted", "static"} & {*wanted}:
-            ranked = ranked_batchings(work, cost, row_bytes_of(model, preset), size)
-            of_kind[kind]["predicted_s"] = {f"{each.sorting}, {each.rows}": each.predicted_s for each in ranked}
-            if "predicted" in wanted:
-                best = ranked[0]
-                prompt_s, decode_s = cost.parts(best.grouped)
-                record = {"seconds": prompt_s + decode_s, "prompt_s": prompt_s, "decode_s": decode_s}
-                record["tokens_per_s"] = sum(job.answer for job in work) / record["seconds"]
-                record |= {"rows": best.rows, "sorting": best.sorting, "cost": cost._asdict()}
-                run.add({"part": "predicted"} | of_kind[kind] | record)
-            static[kind] = different(ranked)[:static_runs] if "static" in wanted else []
-            for each in static[kind][:1]:
-                run.add(of_kind[kind] | run_static(each))
-    for kind, batchings in static.items():  # after the fastest ones of all kinds of answers
-        for each in batchings[1:]:
-            run.add(of_kind[kind] | run_static(each))
-    for kind, work in kinds.items():
+            run.add({"part": "many", "rows": record["slots"]} | of_kind | record)
+        for sorting, most in batchings if "static" in wanted else ():
+            grouped = batches(work, sorting, most, row_bytes_of(model, preset), size)
+            measure_static(model, preset, first_tokens(grouped), chunk)
+            record = measure_static(model, preset, grouped, chunk)
+            run.add({"part": "static", "rows": most, "sorting": sorting} | of_kind | record)
         if "packed" in wanted:
             measure_packed(model, preset, cut_short(work), size, work)
-            record = measure_packed(model, preset, work, size, work)
-            run.add({"part": "packed", "answers": kind, "requests": len(work)} | record)
+            run.add({"part": "packed"} | of_kind | measure_packed(model, preset, work, size, work))
         if "peer" in wanted:
-            of_peer = {"part": "peer", "answers": kind, "requests": PEER_REQUESTS}
             measure_peer(model, cut_short(work[:8]), peer_seconds)
-            run.add(of_peer | measure_peer(model, work[:PEER_REQUESTS], peer_seconds))
-    for name in wanted[steps_first:]:
-        if name in ("steps", "ragged"):
-            time_steps(name == "ragged")
+            record = measure_peer(model, work[:PEER_REQUESTS], peer_seconds)
+            run.add({"part": "peer", "answers": kind, "requests": PEER_REQUESTS} | record)
     times = (
         "batch_ms:.2f",
         "pool_ms:.2f",
@@ -504,6 +422,14 @@ def main(
         "decode_s:.1f",
     )
     run.end("part", "answers", "rows", *times, "steps", "tokens_per_s:.0f")
+
+
+def _batching(text: str) -> tuple[str, int]:
+    """Parse `ORDER:ROWS`."""
+    sorting, _, rows = text.partition(":")
+    if sorting not in SORTINGS or not rows.isdecimal() or not int(rows):
+        raise typer.BadParameter(f"static={text!r} is not understood; allowed: ORDER:ROWS, {', '.join(SORTINGS)}")
+    return sorting, int(rows)
 
 
 if __name__ == "__main__":

@@ -418,27 +418,16 @@ def cell(name: str, weights: str, preset: str, memory: int) -> str:
     model's whole context fits. ROWS counts rows of `ROW` tokens. A dash means that nothing fits, or that a row is
     longer than the model's context."""
     shape, counters = _counted(name)
-    left = memory - weight_bytes(shape, weights) - chunk_bytes(shape, packed=preset != FULL) - CUDA_BYTES
+    left, nbytes = memory - weight_bytes(shape, weights) - CUDA_BYTES, counters[preset].nbytes
+    left -= chunk_bytes(shape, packed=preset != FULL)
     full_length = shape.config.max_position_embeddings
-    if counters[preset].nbytes(full_length) <= left:
+    if nbytes(full_length) <= left:
         shown = "all"
     else:
-        thousands = largest_fitting(lambda number: counters[preset].nbytes(1000 * number) <= left)
+        thousands = largest_fitting(lambda number: nbytes(1000 * number) <= left)
         shown = f"{thousands}k" if thousands else "-"
-    rows = _rows_that_fit(counters[preset], left) if full_length >= ROW else 0
+    rows = largest_fitting(lambda number: nbytes(ROW, number) <= left) if full_length >= ROW else 0
     return f"{shown} / {rows or '-'}"
-
-
-def _rows_that_fit(counter: CacheMemory, left: int) -> int:
-    """How many rows of `ROW` tokens fit into `left` bytes. The sizes of one and two rows give an estimate, which is
-    then checked and corrected."""
-    one, two = counter.nbytes(ROW, 1), counter.nbytes(ROW, 2)
-    rows = max(1 + (left - one) // (two - one), 0)
-    while rows and counter.nbytes(ROW, rows) > left:
-        rows -= 1
-    while counter.nbytes(ROW, rows + 1) <= left:
-        rows += 1
-    return rows
 
 
 def _fits_rows(memory: int) -> Iterator[list[str]]:

@@ -112,33 +112,3 @@ def stored(state: LayerState, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tens
     codes = spec.key_format.decode_arrays(ones, rank)
     parts = spec.value_format.decode(rest, rope, spec.page_size, dtype)
     return codes.flatten(1, 2), arrays["scale"].flatten(1), parts.flatten(1, 2)
-
-
-def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Tokens `[n, channels]` quantized to FP8 and dequantized to float32. There is one scale for each `token`, for each
-    `block` of 64 x 64, or for the whole `tensor`, or the scale is fixed to 1 (`static`). (Paper, table 2.)"""
-    x = x.float()
-    if granularity == "static":
-        return to_e4m3(x).float()
-    if granularity == "tensor":
-        scale = scale_of(x.abs().amax())
-    elif granularity == "token":
-        scale = scale_of(x.abs().amax(-1, keepdim=True))
-    elif granularity == "block":
-        rows, columns = x.shape
-        padded = torch.nn.functional.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3))
-        scale = scale_of(blocks).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    else:
-        raise ValueError(f"granularity={granularity!r} is not known; allowed: token, block, tensor, static")
-    return to_e4m3(x / scale).float() * scale
-
-
-#: the paper's table 2: granularity of the content and of the RoPE part (`None`: not quantized)
-CONFIGURATIONS: dict[str, tuple[str, str | None]] = {
-    "snapmla": ("token", None),
-    "A: RoPE-unaware": ("token", "token"),
-    "B: per tensor, static": ("static", None),
-    "C: per tensor, dynamic": ("tensor", None),
-    "D: per block": ("block", None),
-}

@@ -85,7 +85,7 @@ def _kept(plan: CalibrationPlan, windows: int, length: int, dtype: torch.dtype) 
     """Bytes of the sampled pages of windows of `length` tokens."""
     numbers = sum(heads * sum(dims) for heads, *dims in plan.sizes.values())
     sampling = plan.choose(windows, length, 0)
-    return sum(size * len(sampled.pages) * numbers * dtype.itemsize for size, sampled in sampling.by_size.items())
+    return sum(size * len(sampled.pages) * numbers * dtype.itemsize for size, sampled in sampling.items())
 
 
 def _backward(model: Any, window: int) -> int:

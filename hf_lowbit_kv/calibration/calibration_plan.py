@@ -72,13 +72,8 @@ class SampledPages(NamedTuple):
         return [index for index in self.order if self.pages[index] >= job.first]
 
 
-class Sampling(NamedTuple):
-    """The sampled pages of each window, by page size."""
-
-    by_size: Mapping[int, SampledPages]
-
-    def for_job(self, job: Job) -> list[int]:
-        return self.by_size[job.page_size].for_job(job)
+#: the sampled pages of each window, by page size
+Sampling = Mapping[int, SampledPages]
 
 
 class CalibrationPlan:
@@ -144,13 +139,13 @@ class CalibrationPlan:
             by_window = [[index % pages for index in chosen if index // pages == window] for window in range(windows)]
             indices = order.argsort().argsort().tolist()  # into `chosen`, which has the order of the kept pages
             by_size[size] = SampledPages(by_window, [page for window in by_window for page in window], indices)
-        return Sampling(by_size)
+        return by_size
 
     def check(self, sampling: Sampling, device: str) -> None:
         """Raise the errors of fitting for missing packages or too few tokens, before the model reads anything."""
         for layer in self.sizes:
             for job in self.jobs:
-                pages = len(sampling.for_job(job))
+                pages = len(sampling[job.page_size].for_job(job))
                 for key, part in job.parts:
                     if (calibrator := self.calibrators.get((layer, *key))) is not None:
                         with _named(layer, job, part):
@@ -210,7 +205,7 @@ class KeptPages:
         if layer not in self.plan.sizes:
             return
         for side, tokens in zip(SIDES, x, strict=True):
-            for size, sampled in self.sampling.by_size.items():
+            for size, sampled in self.sampling.items():
                 pages = [tokens[0, :, size * page : size * (page + 1)] for page in sampled.by_window[window]]
                 self._pages.setdefault((size, layer, side), []).extend(map(self._copied, pages))
             for calibrator, job, part_tokens in self.plan.watching_tokens(layer, side, tokens):
@@ -218,7 +213,7 @@ class KeptPages:
                 calibrator.observe(part_tokens, None if seen is None else seen[:, job.skip :])
         for grid, token_weights in weights.items():
             size = grid.page_size
-            sampled = self.sampling.by_size[size]
+            sampled = self.sampling[size]
             pages = [token_weights[:, size * page : size * (page + 1)] for page in sampled.by_window[window]]
             self._weights.setdefault((grid, layer), []).extend(map(self._copied, pages))
 
@@ -230,7 +225,7 @@ class KeptPages:
         """Fit the calibrators of a layer on `device`, and drop its pages. Returns the tensors by their names in the file."""
         fitted = {}
         for job in self.plan.jobs:
-            indices = self.sampling.for_job(job)
+            indices = self.sampling[job.page_size].for_job(job)
             pages = self._pages[job.page_size, layer, job.side]
             x = torch.stack([pages[index] for index in indices], 1).to(device).float()
             page_weights = self._weights.get((job.grid, layer))

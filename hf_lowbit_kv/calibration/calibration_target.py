@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from ..calibration_files.calibration_file import FILE_NAME, Calibration
 from ..calibration_files.calibration_lookup import user_folder
-from ..folders import make_folder
+from ..folders import make_folder, try_folder
 
 
 def try_file(path: Path, label: str) -> Calibration | None:
@@ -32,7 +32,10 @@ def try_file(path: Path, label: str) -> Calibration | None:
         raise ValueError(f"{label} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
     if path.exists() and not path.is_file():
         raise ValueError(f"{label} is not a regular file; name another one")
-    _try_folder(path.parent, label)
+    try:
+        try_folder(path.parent)
+    except OSError as error:
+        raise OSError(f"{label} cannot be written: {error}") from error
     if not path.exists():
         return None
     if not os.access(path, os.W_OK):
@@ -53,15 +56,6 @@ def try_user_files(model_name: str) -> None:
     for path in sorted(user_folder().iterdir()):
         if pattern.fullmatch(path.name):
             try_file(path, repr(str(path)))
-
-
-def _try_folder(folder: Path, label: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
-            file.write(b"\0")
-    except OSError as error:
-        raise OSError(f"{label} cannot be written: {error}") from error
 
 
 def add_to_file(calibration: Calibration, path: Path) -> Calibration:

@@ -11,10 +11,10 @@ from ..eval import data_parallel
 from ..eval.local_models import default_texts
 from ..presets import get_preset
 from .every_command import add_command, need
-from .protocol_command import protocol
 from .shared_options import (
     MEASURING,
     CalibrationOption,
+    ChunkOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
@@ -35,9 +35,11 @@ from .shared_options import (
     ran_on,
     refuse_several_processes,
     resolve_presets,
+    split_names,
 )
 
 if TYPE_CHECKING:
+    from ..eval.lm_eval_model import LowBitLM
     from ..eval.texts import Text
 
 
@@ -49,9 +51,7 @@ def lm_eval(
     tokenizer: Annotated[str | None, typer.Option(help="Hub name or folder.", show_default="the model's")] = None,
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
-    kv_chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens read at a time. Above a page (128) results look too good.")
-    ] = 128,
+    kv_chunk: ChunkOption = 128,
     batch_size: Annotated[
         int,
         typer.Option("--batch-size", "--batch_size", min=1, help="Rows per batch. It does not change the result."),
@@ -70,35 +70,33 @@ def lm_eval(
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
     """
     need("eval", "lm_eval")
-    names = [name for name in _options_of_lm_eval(preset) if name != "full"]
+    names = [name for name in split_names(preset) if name != "full"]
     for name in names:
         get_preset(name)
-    if not (task_names := _options_of_lm_eval(tasks)):
+    if not (task_names := split_names(tasks)):
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
     check_dtype(dtype)
     check_device(device_of_process(device))
     if not (full or names):
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
 
-    import torch
-
     from ..eval.chunked_reader import FULL
-    from ..eval.lm_eval_model import LowBitLM, comparison, evaluate, parse_options, quiet, samples_of
+    from ..eval.lm_eval_model import comparison, evaluate, samples_of
 
     cache_options = parse_overrides(overrides, calibration)
-    quiet()
-    parse_options(task_names, context.args)  # before the model is loaded
-    lm = LowBitLM(
+    lm = _load_for_lm_eval(
         model,
+        names,
+        task_names,
+        context.args,
+        cache_options,
+        dtype,
         kv_chunk=kv_chunk,
         allow_unpacked=allow_unpacked,
         batch_size=batch_size,
         tokenizer=tokenizer,
         device=device,
-        dtype=getattr(torch, dtype) if dtype else None,
     )
-    for name in names:
-        lm.use(name, **cache_options)  # raises before any measurement
     rows = evaluate(lm, [FULL, *names] if full else names, task_names, context.args, **cache_options)
     data_parallel.leave()
     if lm.rank != 0:
@@ -110,9 +108,115 @@ def lm_eval(
     print_table(f"{title}; means with standard errors", comparison(rows), numbers_from=2)
 
 
-def _options_of_lm_eval(options: list[str]) -> list[str]:
-    """Unique names from repeated and comma-separated options."""
-    return list(dict.fromkeys(name.strip() for option in options for name in option.split(",") if name.strip()))
+def _load_for_lm_eval(
+    model: str | None,
+    names: list[str],
+    task_names: list[str],
+    arguments: list[str],
+    cache_options: dict[str, Any],
+    dtype: str | None,
+    **options: Any,
+) -> LowBitLM:
+    """The model in the form of lm-eval. Wrong options raise before it is loaded, presets that do not fit it before any
+    measurement. arguments: options of lm-eval. options: arguments of `LowBitLM`."""
+    import torch
+
+    from ..eval.lm_eval_model import LowBitLM, parse_options, quiet
+
+    quiet()
+    parse_options(task_names, arguments)
+    lm = LowBitLM(model, dtype=getattr(torch, dtype) if dtype else None, **options)
+    for name in names:
+        lm.use(name, **cache_options)
+    return lm
+
+
+def protocol(
+    context: typer.Context,
+    name: Annotated[str, typer.Option(help="wikitext (perplexity) or kivi (GSM8K and LongBench).")],
+    preset: Annotated[list[str], typer.Option("--preset", "-p", help="Presets, separated by commas.")],
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            help="Local data. wikitext: a file (.txt, .jsonl, ...). kivi: a folder with <task>.jsonl.",
+            exists=True,
+            show_default="from the hub",
+        ),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", "-t", help="Tasks of kivi, separated by commas.", show_default="all nine"),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=0, help="Largest number of windows of wikitext; 0: all.")] = 0,
+    model: ModelOption = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch. It does not change the result.")] = 1,
+    calibration: CalibrationOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the evaluations of papers: perplexity of WikiText-2 in chunks of 16 tokens, or GSM8K and LongBench.
+
+    With --name kivi, all other options go to lm-eval, e.g. --limit 200.
+    """
+    names, changes = resolve_presets(preset), parse_overrides(None, calibration)
+    from ..eval import protocols
+
+    if name not in protocols.NAMES:
+        raise ValueError(f"--name {name!r} is not offered; allowed: {', '.join(protocols.NAMES)}")
+    if name == "wikitext":
+        if tasks or context.args:
+            raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} is not allowed with --name wikitext")
+        text = protocols.wikitext_text(None if dataset is None else str(dataset))
+        loaded, tokenizer = load(model, device, dtype)
+        rows = protocols.wikitext(names, text, loaded, tokenizer, windows, batch_size, **changes)
+        if as_json:
+            print_json(rows)
+            return
+        title = f"{text.name}: {rows[0]['windows']} windows of {protocols.CONTEXT} tokens, chunks of {protocols.CHUNK}"
+        print_table(title, [_wikitext_cells(row) for row in rows], numbers_from=1)
+        return
+    if windows:
+        raise ValueError("--windows is not allowed with --name kivi")
+    need("eval", "lm_eval")
+    if dataset is not None and not dataset.is_dir():
+        raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")
+    task_names = protocols.check_kivi(split_names(tasks))
+    if dataset is not None:
+        for task_name in task_names:
+            protocols.local_task(task_name, dataset)  # raises before the model is loaded
+    check_dtype(dtype)
+    check_device(device)
+    from ..eval.lm_eval_model import comparison
+
+    # prompts are read whole, as in the papers, so some answers read no packed token
+    lm = _load_for_lm_eval(
+        model,
+        names,
+        task_names,
+        context.args,
+        changes,
+        dtype,
+        allow_unpacked=True,
+        batch_size=batch_size,
+        device=device,
+    )
+    rows = protocols.kivi(lm, names, task_names, dataset, context.args, **changes)
+    if as_json:
+        print_json(rows)
+        return
+    print_table("KIVI's tasks; means with standard errors", comparison(rows), numbers_from=2)
+
+
+def _wikitext_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "preset": row["preset"],
+        "newest": "all" if row["residual"] is None else str(row["residual"]),
+        "bits": f"{row['bits_per_value']:.2f}",
+        "ppl": f"{row['ppl']:.3f}",
+        "KL": f"{row['kl']:.5f}",
+        "top-1": f"{row['top1']:.4f}",
+    }
 
 
 def needle(
@@ -134,9 +238,7 @@ def needle(
             help="Text in which facts are hidden.", exists=True, dir_okay=False, show_default="the essay worked"
         ),
     ] = None,
-    kv_chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens read at a time. Above a page (128) results look too good.")
-    ] = 128,
+    kv_chunk: ChunkOption = 128,
     picture: Annotated[Path | None, typer.Option(help="PNG file for the heat maps.")] = None,
     overrides: SetOption = None,
     calibration: CalibrationOption = None,
@@ -273,19 +375,6 @@ def _check_processes(context: typer.Context) -> None:
 add_command(eval_app, "perplexity", perplexity, extra="eval", extra_for=f"{MEASURING}, --dataset, several processes")
 add_command(eval_app, "needle", needle, extra="eval", extra_for=f"{MEASURING}, and --picture")
 # unknown options of these commands are passed to lm-eval
-add_command(
-    eval_app,
-    "protocol",
-    protocol,
-    extra="eval",
-    extra_for="always",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-add_command(
-    eval_app,
-    "lm-eval",
-    lm_eval,
-    extra="eval",
-    extra_for="always",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+TO_LM_EVAL: Any = {"allow_extra_args": True, "ignore_unknown_options": True}
+add_command(eval_app, "protocol", protocol, extra="eval", extra_for="always", context_settings=TO_LM_EVAL)
+add_command(eval_app, "lm-eval", lm_eval, extra="eval", extra_for="always", context_settings=TO_LM_EVAL)

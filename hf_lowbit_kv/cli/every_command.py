@@ -53,7 +53,7 @@ def import_files(paths: list[Path] | None) -> None:
 def _load_installed() -> None:
     """Load the formats that installed packages register. Imports nothing if there are none."""
     if importlib.metadata.entry_points(group="hf_lowbit_kv.formats"):
-        from ..formats.installed import load_installed
+        from ..formats.registered import load_installed
 
         load_installed()
 

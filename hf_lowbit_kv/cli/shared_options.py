@@ -66,6 +66,9 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Argument of from_preset, e.g. residual=64; repeatable."),
 ]
+ChunkOption = Annotated[
+    int, typer.Option("--kv-chunk", min=1, help="Tokens read at a time. Above a page (128) results look too good.")
+]
 CalibrationOption = Annotated[
     str | None,
     typer.Option(
@@ -80,12 +83,17 @@ JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON obj
 MEASURING = "for the bundled model and texts, if you give no --model or --text"
 
 
+def split_names(options: list[str] | None) -> list[str]:
+    """Unique names from repeated and comma-separated options."""
+    return list(dict.fromkeys(name.strip() for option in options or [] for name in option.split(",") if name.strip()))
+
+
 def resolve_presets(options: list[str] | None) -> list[str]:
     """Validated preset names from repeated and comma-separated options. Empty if there are no options."""
-    names = [name.strip() for option in options or [] for name in option.split(",") if name.strip()]
+    names = split_names(options)
     if options and not names:
         raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
-    return [get_preset(name).name for name in dict.fromkeys(names)]
+    return [get_preset(name).name for name in names]
 
 
 def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str]:

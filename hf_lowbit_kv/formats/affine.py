@@ -66,8 +66,7 @@ class Affine(Format):
     layout: str = "planar-1"
 
     def __post_init__(self):
-        if self.layout not in self.layouts:
-            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
+        self.check_layout()
         if not isinstance(self.bits, int) or self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r} is not offered; allowed: {BITS}")
         if self.axis not in ("channel", "token"):
@@ -79,7 +78,7 @@ class Affine(Format):
     @property
     def name(self) -> str:
         group = f"-g{self.group_size}" if self.group_size else ""
-        return f"int{self.bits}-{self.axis}{group}" + ("" if self.layout == "planar-1" else f"@{self.layout}")
+        return f"int{self.bits}-{self.axis}{group}{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Affine | None:
@@ -88,9 +87,6 @@ class Affine(Format):
             return None
         bits, axis, group, layout = match.groups()
         return cls(int(bits), axis, int(group) if group else None, layout or "planar-1")  # type: ignore[arg-type]
-
-    def with_layout(self, layout: str) -> Affine:
-        return replace(self, layout=layout)
 
     @property
     def tokenwise(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -56,6 +57,16 @@ class Format(Parametrized, ABC):
     def name(self) -> str:
         """Canonical name, understood by `parse_format`."""
 
+    def check_layout(self, offered: tuple[str, ...] | None = None) -> None:
+        """Raise `ValueError` if `layout` is not one of `offered` (default: `layouts`)."""
+        if self.layout not in (allowed := offered or self.layouts):
+            raise ValueError(f"layout={self.layout!r} is not known; allowed: {allowed}")
+
+    @property
+    def at_layout(self) -> str:
+        """The end of a name: `@` and the layout, or nothing for the layout that names leave out."""
+        return "" if self.layout == "planar-1" else f"@{self.layout}"
+
     @property
     def tokenwise(self) -> bool:
         """Whether a token's codes and metadata depend only on that token. Then a page may be filled token by token,
@@ -94,7 +105,9 @@ class Format(Parametrized, ABC):
 
     def with_layout(self, layout: str) -> Format:
         """This format in the given layout, or unchanged if it does not offer that layout."""
-        return self
+        if layout == self.layout or layout not in self.layouts:
+            return self
+        return replace(self, layout=layout)  # type: ignore[type-var]  # every format is a dataclass
 
     def relaid(self, arrays: dict[str, torch.Tensor], head_dim: int, target: Format) -> dict[str, torch.Tensor]:
         """The arrays of pages in the layout of `target`, which is this format with another layout. They decode to the same

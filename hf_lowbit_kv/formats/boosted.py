@@ -17,7 +17,7 @@ the query times the scales, then q.k = low . q' + high . (4 q')[map] + zero . q.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -73,8 +73,7 @@ class Boosted(Format):
     layout: str = "planar-1"
 
     def __post_init__(self):
-        if self.layout not in self.layouts:
-            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
+        self.check_layout()
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio!r} (boost) is not allowed; it must be a number from 0 to 1")
         if self.score not in SCORES:
@@ -93,8 +92,7 @@ class Boosted(Format):
     def name(self) -> str:
         seed = str(self.seed) if self.seed and self.score == "random" else ""
         score = "" if self.score == "magnitude" else f"-{self.score}{seed}"
-        layout = "" if self.layout == "planar-1" else f"@{self.layout}"
-        return f"boosted{self.bits}-r{str(float(self.ratio)).removesuffix('.0')}{score}{layout}"
+        return f"boosted{self.bits}-r{str(float(self.ratio)).removesuffix('.0')}{score}{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Boosted | None:
@@ -106,9 +104,6 @@ class Boosted(Format):
         bits, ratio, score, seed, layout = match.groups()
         score, layout = score or "magnitude", layout or "planar-1"
         return cls(float(ratio), score, int(seed or 0), int(bits), layout=layout)  # type: ignore[arg-type]
-
-    def with_layout(self, layout: str) -> Boosted:
-        return replace(self, layout=layout) if layout in self.layouts else self
 
     def boosted(self, head_dim: int) -> int:
         """How many channels are boosted. Raises `ValueError` if a ratio above 0 gives none."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -67,8 +67,7 @@ class Codebook(Format):
     layout: str = "planar-1"
 
     def __post_init__(self):
-        if self.layout not in self.layouts:
-            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
+        self.check_layout()
         if self.dim not in DIMS:
             raise ValueError(f"dim={self.dim!r} (channels of a sub-vector) is not offered; allowed: {DIMS}")
         if self.bits not in BITS:
@@ -76,7 +75,7 @@ class Codebook(Format):
 
     @property
     def name(self) -> str:
-        return f"vq-d{self.dim}b{self.bits}" + ("" if self.layout == "planar-1" else f"@{self.layout}")
+        return f"vq-d{self.dim}b{self.bits}{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Codebook | None:
@@ -85,9 +84,6 @@ class Codebook(Format):
             return None
         dim, bits, layout = match.groups()
         return cls(int(dim), int(bits), layout or "planar-1")
-
-    def with_layout(self, layout: str) -> Codebook:
-        return replace(self, layout=layout)
 
     @property
     def for_biased_keys(self) -> Format:
@@ -119,9 +115,7 @@ class Codebook(Format):
         count = head_dim // self.dim
         if self.layout == "planar-1":
             return [("codes", torch.int32, (page_size // BLOCK, count, self.bits))]
-        words = count * self.bits // 32
-        vector = next(v for v in (4, 2, 1) if words % v == 0)
-        return [("codes", torch.int32, (page_size // BLOCK, words // vector, fragment.LANES, vector))]
+        return [("codes", torch.int32, fragment.shape_of_words(count * self.bits // 32, page_size))]
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
         (codebook,) = parameters
@@ -139,8 +133,7 @@ class Codebook(Format):
             return pack_stream(blocks.transpose(-1, -2), self.bits)
         position, _ = self._positions(codes.shape[-1], codes.device)
         words = pack_stream(blocks.flatten(-2)[..., position], self.bits)  # [..., blocks, lanes, words]
-        vector = next(v for v in (4, 2, 1) if words.shape[-1] % v == 0)
-        return words.unflatten(-1, (-1, vector)).transpose(-2, -3)
+        return words.unflatten(-1, (-1, fragment.vector(words.shape[-1]))).transpose(-2, -3)
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The array `codes` -> int64 `[..., page, D / dim]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -29,15 +29,12 @@ class Dense(Format):
 
     @property
     def name(self) -> str:
-        return "dense" if self.layout == "planar-1" else f"dense@{self.layout}"
+        return f"dense{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Dense | None:
         match = re.fullmatch(f"dense(?:@({bricks.LAYOUT}))?", name)
         return cls(match[1] or "planar-1") if match else None
-
-    def with_layout(self, layout: str) -> Dense:
-        return replace(self, layout=layout) if layout in self.layouts else self
 
     @property
     def tokenwise(self) -> bool:

@@ -62,8 +62,7 @@ class Fp8(Format):
     stores_latents: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.layout not in self._offered:
-            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self._offered}")
+        self.check_layout(self._offered)
 
     @property
     def _offered(self) -> tuple[str, ...]:
@@ -77,7 +76,7 @@ class Fp8(Format):
     @property
     def name(self) -> str:
         granularity = "" if self.granularity == "token" else f"-{self.granularity}"
-        return f"fp8{granularity}" + ("" if self.layout == "planar-1" else f"@{self.layout}")
+        return f"fp8{granularity}{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Fp8 | None:

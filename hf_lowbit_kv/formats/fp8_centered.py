@@ -13,7 +13,7 @@ For a kernel the center is one product for each page: q.k = scale (q.codes) + q.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -54,20 +54,16 @@ class Fp8Centered(Format):
     layout: str = "planar-1"
 
     def __post_init__(self):
-        if self.layout not in self.layouts:
-            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
+        self.check_layout()
 
     @property
     def name(self) -> str:
-        return "fp8-centered" + ("" if self.layout == "planar-1" else f"@{self.layout}")
+        return f"fp8-centered{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Fp8Centered | None:
         match = re.fullmatch(r"fp8-centered(?:@([\w-]+))?", name)
         return cls(match[1] or "planar-1") if match else None
-
-    def with_layout(self, layout: str) -> Fp8Centered:
-        return replace(self, layout=layout) if layout in self.layouts else self
 
     @property
     def _tokens(self) -> Fp8:

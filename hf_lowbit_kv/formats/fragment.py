@@ -27,6 +27,8 @@ of an operand is
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -39,9 +41,17 @@ LANES = 32
 
 def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
     """Shape of the array of words: `[blocks, words / V, lanes, V]`."""
-    words = head_dim // 16 * bits // 2
-    vector = next(v for v in (4, 2, 1) if words % v == 0)
-    return page_size // BLOCK, words // vector, LANES, vector
+    return shape_of_words(head_dim // 16 * bits // 2, page_size)
+
+
+def vector(count: int) -> int:
+    """`V`: number of consecutive words of a lane that one load reads. count: words of the lane."""
+    return next(v for v in (4, 2, 1) if count % v == 0)
+
+
+def shape_of_words(count: int, page_size: int) -> tuple[int, ...]:
+    """`[blocks, words / V, lanes, V]` for lanes that have `count` words of a block."""
+    return page_size // BLOCK, count // vector(count), LANES, vector(count)
 
 
 def head_dim(shape: torch.Size, bits: int) -> int:
@@ -54,6 +64,14 @@ def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) ->
     whole = c // 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1)
     rest = head_dim // 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1)
     return torch.where(c < head_dim // 32 * 2, whole, rest)
+
+
+def row_of(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`c`, `j` and `x` of channels: the inverse of `channel`."""
+    rest = channel >= head_dim // 32 * 32
+    tile = channel // 32 * 2 + torch.where(rest, 0, channel >> 2 & 1)
+    row = 2 * torch.where(rest, channel >> 2 & 3, channel >> 3 & 3) + (channel & 1)
+    return tile, channel >> 1 & 1, row
 
 
 @functools.cache
@@ -107,3 +125,40 @@ def merge_tokens(
     taken[at : at + count] = 2**bits - 1
     mask = pack(taken, bits, layout, pairs)
     old.copy_((old & ~mask) | (new & mask))
+
+
+class Plane(NamedTuple):
+    """The plane of one width. It has a column for each of `channels`, int64 `[n]`. shifts: int32 `[n]`; a code, shifted right
+    by its column's shift, has the plane's bits lowest."""
+
+    width: int
+    channels: torch.Tensor
+    shifts: torch.Tensor
+
+
+#: for each plane: the word of each token and column of a block, and the lowest bit of its field; int64 `[32, n]` both
+Positions = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def pack_planes(codes: torch.Tensor, planes: Sequence[Plane], positions: Positions, count: int) -> torch.Tensor:
+    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. count: a lane's words of a block."""
+    *lead, page_size, _ = codes.shape
+    words = codes.new_zeros(*lead, page_size // BLOCK, LANES * count, dtype=torch.int64)
+    blocks = codes.long().unflatten(-2, (-1, BLOCK))
+    for plane, (position, bit) in zip(planes, positions, strict=True):
+        fields = (blocks[..., plane.channels] >> plane.shifts.to(codes.device)) & (2**plane.width - 1)
+        fields = fields << bit.to(codes.device)
+        words.index_add_(-1, position.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).unflatten(-1, shape_of_words(count, page_size)[1:])
+
+
+def unpack_planes(words: torch.Tensor, planes: Sequence[Plane], positions: Positions, head_dim: int) -> torch.Tensor:
+    """The inverse of `pack_planes`: int32 `[..., page, D]`."""
+    wide = words.long().flatten(-3)
+    codes = words.new_zeros(*wide.shape[:-1], BLOCK, head_dim)
+    for plane, (position, bit) in zip(planes, positions, strict=True):
+        fields = (wide[..., position.to(words.device)] >> bit.to(words.device)) & (2**plane.width - 1)
+        fields = fields.int() << plane.shifts.to(words.device)
+        codes.index_add_(-1, plane.channels.to(words.device), fields)
+    return codes.flatten(-3, -2)

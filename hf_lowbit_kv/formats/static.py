@@ -43,8 +43,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -52,21 +52,12 @@ from . import fragment
 from .affine import pack_words, unpack_words
 from .base import Format, Parameter, Tensors
 from .boosted import fold_sum
-from .fragment import BLOCK, LANES, LAYOUTS
+from .fragment import BLOCK, LANES, LAYOUTS, Plane
 
 #: number of channels of an octet (see above)
 OCTET = 8
 #: bits per number that layout `fragment-1t` supports
 VALUE_BITS = (2, 3, 4)
-
-
-class Plane(NamedTuple):
-    """The plane of one width. It has a column for each of `channels`, int64 `[n]`. shifts: int32 `[n]`; a code, shifted right
-    by its column's shift, has the plane's bits lowest."""
-
-    width: int
-    channels: torch.Tensor
-    shifts: torch.Tensor
 
 
 def validate(pattern: str, token_scale: bool, head_dim: int, layout: str) -> None:
@@ -96,56 +87,14 @@ def words(planes: Sequence[Plane], layout: str) -> int:
     return sum(len(plane.channels) * plane.width for plane in planes) // 32
 
 
-def vector(count: int) -> int:
-    """`V`: number of consecutive words of a lane that one load reads. count: words of the lane."""
-    return next(v for v in (4, 2, 1) if count % v == 0)
-
-
-def shape(planes: Sequence[Plane], layout: str, page_size: int) -> tuple[int, ...]:
-    """Shape of the array of words: `[blocks, words / V, lanes, V]`."""
-    count = words(planes, layout)
-    return page_size // BLOCK, count // vector(count), LANES, vector(count)
-
-
-def pack(codes: torch.Tensor, planes: Sequence[Plane], layout: str) -> torch.Tensor:
-    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`."""
-    *lead, page_size, head_dim = codes.shape
-    sizes = shape(planes, layout, page_size)
-    words = codes.new_zeros(*lead, sizes[0], sizes[1] * sizes[2] * sizes[3], dtype=torch.int64)
-    blocks = codes.long().unflatten(-2, (-1, BLOCK))
-    for plane, (position, bit) in zip(planes, _positions(_key(planes), layout, head_dim), strict=True):
-        fields = (blocks[..., plane.channels] >> plane.shifts.to(codes.device)) & (2**plane.width - 1)
-        fields = fields << bit.to(codes.device)
-        words.index_add_(-1, position.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
-    words = torch.where(words >= 2**31, words - 2**32, words)
-    return words.to(torch.int32).unflatten(-1, sizes[1:])
-
-
-def unpack(words: torch.Tensor, planes: Sequence[Plane], layout: str, head_dim: int) -> torch.Tensor:
-    """The inverse of `pack`: int32 `[..., page, D]`."""
-    wide = words.long().flatten(-3)
-    codes = words.new_zeros(*wide.shape[:-1], BLOCK, head_dim)
-    for plane, (position, bit) in zip(planes, _positions(_key(planes), layout, head_dim), strict=True):
-        fields = (wide[..., position.to(words.device)] >> bit.to(words.device)) & (2**plane.width - 1)
-        fields = fields.int() << plane.shifts.to(words.device)
-        codes.index_add_(-1, plane.channels.to(words.device), fields)
-    return codes.flatten(-3, -2)
-
-
-def _key(planes: Sequence[Plane]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple((plane.width, tuple(plane.channels.tolist())) for plane in planes)
-
-
 @functools.cache
-def _positions(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, head_dim: int):
-    """For each plane: the word of each token and column of a block, and the lowest bit of its field. Both are int64
-    `[32, n]`."""
-    count = sum(len(channels) * width for width, channels in planes)
-    count = -(-count // 32)
-    wide = vector(count)
+def _positions(pattern: str, layout: str, head_dim: int) -> fragment.Positions:
+    """Where the planes of `pattern` are in the words of a block."""
+    planes = _planes(pattern, head_dim)
+    wide = fragment.vector(words(planes, layout))
     token, positions, before = torch.arange(BLOCK)[:, None], [], 0
-    for width, channels in planes:
-        column, channel = torch.arange(len(channels)), torch.tensor(channels)
+    for width, channel, _ in planes:
+        column = torch.arange(len(channel))
         g, h, j = token >> 2, token >> 1 & 1, token & 1
         if layout == LAYOUTS[0]:
             at = before + width * (column // OCTET)
@@ -153,7 +102,7 @@ def _positions(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, hea
             bit = 16 * (column & 1) + 8 * j + 4 * h + at % 4
         else:
             # an operand's columns are tokens, and a lane holds two of them: e = 0 and 1
-            tile, row_half, row = _row(channel, head_dim)
+            tile, row_half, row = fragment.row_of(channel, head_dim)
             lane, e = 4 * row + (g >> 1), g & 1
             bit = 16 * e + 8 * row_half
             if width == 4:
@@ -163,17 +112,10 @@ def _positions(planes: tuple[tuple[int, tuple[int, ...]], ...], layout: str, hea
             else:
                 word, bit = head_dim // 16 + tile // 2, bit + 2 * j + 4 * h + (tile & 1)
         position = word // wide * (LANES * wide) + lane * wide + word % wide
-        positions.append(tuple(x.expand(BLOCK, len(channels)).contiguous() for x in (position, bit)))
-        before += width * -(-len(channels) // OCTET)
+        shape = (BLOCK, len(channel))
+        positions.append((position.expand(shape).contiguous(), bit.expand(shape).contiguous()))
+        before += width * -(-len(channel) // OCTET)
     return tuple(positions)
-
-
-def _row(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`c`, `j` and `x` of channels: the inverse of `fragment.channel`."""
-    rest = channel >= head_dim // 32 * 32
-    tile = channel // 32 * 2 + torch.where(rest, 0, channel >> 2 & 1)
-    row = 2 * torch.where(rest, channel >> 2 & 3, channel >> 3 & 3) + (channel & 1)
-    return tile, channel >> 1 & 1, row
 
 
 #: mean squared error of the best uniform quantizer of unit Gaussian numbers, and its step, by bits
@@ -216,8 +158,7 @@ class Static(Format):
     layout: str = "planar-1"
 
     def __post_init__(self):
-        if self.layout not in self.layouts:
-            raise ValueError(f"layout={self.layout!r} is not known; allowed: {self.layouts}")
+        self.check_layout()
         if not isinstance(self.pattern, str) or not re.fullmatch("[0-6]+", self.pattern):
             raise ValueError(
                 f"pattern={self.pattern!r} is not allowed; it must be digits from 0 to 6, one for each group"
@@ -227,16 +168,12 @@ class Static(Format):
 
     @property
     def name(self) -> str:
-        layout = "" if self.layout == "planar-1" else f"@{self.layout}"
-        return f"static-{self.pattern}{'-tn' if self.token_scale else ''}{layout}"
+        return f"static-{self.pattern}{'-tn' if self.token_scale else ''}{self.at_layout}"
 
     @classmethod
     def parse(cls, name: str) -> Static | None:
         match = re.fullmatch(r"static-(\d+)(-tn)?(?:@([\w-]+))?", name)
         return None if match is None else cls(match[1], match[2] is not None, match[3] or "planar-1")
-
-    def with_layout(self, layout: str) -> Static:
-        return replace(self, layout=layout)
 
     def validate(self, head_dim: int, page_size: int) -> None:
         super().validate(head_dim, page_size)
@@ -277,7 +214,7 @@ class Static(Format):
     def _codes(self, head_dim: int, page_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of the array `codes`."""
         if self.layout != "planar-1":
-            return torch.int32, shape(self.planes(head_dim), self.layout, page_size)
+            return torch.int32, fragment.shape_of_words(words(self.planes(head_dim), self.layout), page_size)
         return torch.int16, (page_size, sum(len(plane.channels) * plane.width // 16 for plane in self.planes(head_dim)))
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
@@ -325,10 +262,11 @@ class Static(Format):
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """int32 `[..., page, head_dim]` -> the array `codes`."""
+        planes_of_codes, planes = self.planes(codes.shape[-1]), []
         if self.layout != "planar-1":
-            return pack(codes, self.planes(codes.shape[-1]), self.layout)
-        planes = []
-        for width, channels, shifts in self.planes(codes.shape[-1]):
+            positions = _positions(self.pattern, self.layout, codes.shape[-1])
+            return fragment.pack_planes(codes, planes_of_codes, positions, words(planes_of_codes, self.layout))
+        for width, channels, shifts in planes_of_codes:
             fields = (codes[..., channels] >> shifts.to(codes.device)) & (2**width - 1)
             planes.append(pack_words(fields, width))
         return torch.cat(planes, -1)
@@ -336,7 +274,8 @@ class Static(Format):
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The inverse of `_pack`: int32 `[..., page, head_dim]`."""
         if self.layout != "planar-1":
-            return unpack(words, self.planes(head_dim), self.layout, head_dim)
+            positions = _positions(self.pattern, self.layout, head_dim)
+            return fragment.unpack_planes(words, self.planes(head_dim), positions, head_dim)
         codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
         first = 0
         for width, channels, shifts in self.planes(head_dim):

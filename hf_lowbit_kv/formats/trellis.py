@@ -27,7 +27,7 @@ import torch
 
 from . import static
 from .base import Tensors
-from .fragment import BLOCK, LANES, LAYOUTS
+from .fragment import BLOCK, LANES, LAYOUTS, vector
 from .static import Static, token_scales
 
 #: mean squared error of unit Gaussian numbers, with chains of 32 steps and half the step of a 2-bit quantizer
@@ -73,9 +73,6 @@ class Trellis(Static):
     def calibrated(self) -> Static:
         return Static("2", token_scale=True)
 
-    def with_layout(self, layout: str) -> Trellis:
-        return self
-
     def gain(self, head_dim: int) -> torch.Tensor:
         """Factors of a level's distance from the middle, in steps: float32 `[head_dim]`."""
         return torch.full((head_dim,), 0.5 * (1 / (1 - ERROR)) ** 0.5, dtype=torch.float32)
@@ -105,9 +102,9 @@ class Trellis(Static):
 @functools.cache
 def chains(page_size: int, head_dim: int) -> torch.Tensor:
     """The number of a page, `token * head_dim + channel`, for each step of each chain: int64 `[chains, steps]`."""
-    ((position, bit),) = static._positions(((2, tuple(range(head_dim))),), LAYOUTS[1], head_dim)
+    ((position, bit),) = static._positions("2", LAYOUTS[1], head_dim)
     words = head_dim // 16
-    wide = static.vector(words)
+    wide = vector(words)
     word, lane = position // (LANES * wide) * wide + position % wide, position // wide % LANES
     fields, tokens = 16, min(page_size, CHAIN_TOKENS)
     blocks = tokens // BLOCK

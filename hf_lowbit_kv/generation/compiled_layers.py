@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .process_wide import ProcessWide
+from .overriding import ProcessWide
 
 #: inside, code that torch has compiled runs uncompiled, in all threads
 _uncompiled = ProcessWide(lambda: torch.compiler.set_stance("force_eager"))

@@ -22,8 +22,7 @@ import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..cache.cache_argument import cache_in
-from .overriding import original, overridden
-from .process_wide import ProcessWide
+from .overriding import ProcessWide, original, overridden
 
 #: why a text ended: values of `Result.finish_reason` and `Chat.finish_reason`
 FinishReason = Literal["stop", "length", "error", "cancelled"]

@@ -269,21 +269,16 @@ def read_prompt(
         Options of `model.generate` that replace the caller's: `prefill_chunk_size`, and the mask.
     """
     size = setting(model, options, "prefill_chunk_size")
-    reason = _why_whole(model, options, size)
     changes: dict[str, Any] = {"prefill_chunk_size": None} if size in (0, AUTO) else {}
-    if size == 0 or reason is not None:
-        if size == AUTO:
-            report(f"The prompt is read whole: {reason}")
+    if size == 0:
         return changes
-    ids, sequences = options["input_ids"], return_sequences(model, options)
-    if (mask := options.get("attention_mask")) is None:
-        padding = setting(model, options, "pad_token_id")
-        if padding is not None and bool((ids == padding).any()):
-            return changes  # transformers may treat these as padding
-        mask = torch.ones_like(ids)
-    rows = ids, mask
-    if sequences > 1:  # transformers repeats rows in this order
-        rows = ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
+    rows = token_rows(model, options)
+    if size in (None, AUTO) and not isinstance(rows, str) and setting(model, options, "output_hidden_states"):
+        rows = "output_hidden_states needs all its tokens"
+    if isinstance(rows, str):
+        if size == AUTO:
+            report(f"The prompt is read whole: {rows}")
+        return changes
     reader = Reader(model, cache, *rows)
     # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. But Phi models
     # (`drop_limit`) would then read the whole text again, so they read it as whole too
@@ -298,23 +293,28 @@ def read_prompt(
             if (size := reader.largest_chunk(device_memory, measure_always=size == AUTO)) is None:
                 return changes
             report(
-                f"The prompt of {len(reader.ids)} x {ids.shape[1]} tokens is read in chunks of {size}: the whole prompt needs "
-                "more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
+                f"The prompt of {len(reader.ids)} x {reader.ids.shape[1]} tokens is read in chunks of {size}: the whole prompt "
+                "needs more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
             )
         reader.read_in_chunks(size)
-    return {"prefill_chunk_size": None, "attention_mask": mask}
+    return {"prefill_chunk_size": None, "attention_mask": reader.mask[:: return_sequences(model, options)]}
 
 
-def _why_whole(model: Any, options: Mapping[str, Any], size: int | str | None) -> str | None:
-    """The reason why the prompt is left to transformers, or `None`."""
-    if (reason := why_not_tokens(model, options)) is not None:
+def token_rows(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """Ids and mask `[B, S]` of all rows of the cache, or the reason why the prompt is left to transformers."""
+    if (reason := _why_not_tokens(model, options)) is not None:
         return reason
-    if size in (None, AUTO) and setting(model, options, "output_hidden_states"):
-        return "output_hidden_states needs all its tokens"
-    return None
+    ids, mask = options["input_ids"], options.get("attention_mask")
+    if mask is None:
+        padding = setting(model, options, "pad_token_id")
+        if padding is not None and bool((ids == padding).any()):
+            return "transformers may treat its padding tokens as padding"
+        mask = torch.ones_like(ids)
+    sequences = return_sequences(model, options)  # transformers repeats rows in this order
+    return ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
 
 
-def why_not_tokens(model: Any, options: Mapping[str, Any]) -> str | None:
+def _why_not_tokens(model: Any, options: Mapping[str, Any]) -> str | None:
     """The reason why a prompt is more than token ids and their mask, or `None`."""
     ids = options.get("input_ids")
     if ids is None:

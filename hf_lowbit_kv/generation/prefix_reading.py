@@ -9,8 +9,7 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from .call_options import return_sequences, setting
-from .prefill import Reader, why_not_tokens
+from .prefill import Reader, token_rows
 from .whole_reading import read_as_whole
 
 #: a text that diverges from a stored one at least this many tokens after the usable prefix is also stored up to there
@@ -102,18 +101,10 @@ class PrefixCall:
 
 def _prompt(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Ids and mask `[B, S]` of all rows. `None`, `None` if the prompt is more than tokens, or is not padded on the left."""
-    if why_not_tokens(model, options) is not None:
+    rows = token_rows(model, options)
+    if isinstance(rows, str) or rows[0].shape != rows[1].shape or bool((rows[1][:, 1:] < rows[1][:, :-1]).any()):
         return None, None
-    ids, mask = options["input_ids"], options.get("attention_mask")
-    if mask is None:
-        padding = setting(model, options, "pad_token_id")
-        if padding is not None and bool((ids == padding).any()):
-            return None, None  # transformers may treat these as padding
-        mask = torch.ones_like(ids)
-    if mask.shape != ids.shape or bool((mask[:, 1:] < mask[:, :-1]).any()):
-        return None, None
-    sequences = return_sequences(model, options)
-    return ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
+    return rows
 
 
 def _rows(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:

@@ -8,31 +8,32 @@ step is captured. A `Recorder` keeps no reference to the cache or the model, so 
 During capture, kernels of this package compute parts of the model (`fusing`). Layers that the user has compiled are
 captured compiled (`compiled_layers`).
 
-Stamps (`process_stamps`) determine how long a recording is valid. `step_state` finds what a step changes in Python.
+Stamps (`process_stamps`) determine how long a recording is valid. A replayed step runs no Python. So the counts that a
+step increases are found by comparing the state before and after an eager step (`python_state`, `counted`). Changes made
+during capture are undone (`snapshot`, `restore`).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import util
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from ..cache.cache_argument import cache_in
 from ..cache.low_bit_layer import LowBitLayer
-from ..storage.process_stamps import cache_stamp, changed_module, model_stamp, settings_stamp
+from ..storage.process_stamps import addresses, cache_stamp, changed_module, model_stamp, settings_stamp
 from .compiled_layers import compilations, recorded_as_compiled, why_not_recorded_compiled
-from .cuda_graphs import Graph
-from .cuda_graphs import graphs_for as graphs_for
 from .fusing import Fusion, why_nothing_fused
-from .step_state import counted, python_state, restore, snapshot, windows_full
 from .sync_watch import watch
 from .tensor_parallel import Ranks, watch_ranks
 
@@ -310,3 +311,119 @@ def _root(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+# ---- what a step changes in Python: attributes of the layers of a cache ---------------------------------------------
+
+
+def windows_full(cache: Any) -> Iterator[bool]:
+    """For each sliding-window layer, whether its window is full: full windows launch other kernels."""
+    for layer in cache.layers:
+        if isinstance(layer, StaticSlidingWindowLayer):
+            yield layer.cumulative_length_int >= layer.max_cache_len
+
+
+def python_state(cache: Any) -> dict[tuple[int, str], Any]:
+    """The Python state of native layers: plain values, and addresses of tensors."""
+    state: dict[tuple[int, str], Any] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LowBitLayer):
+            continue
+        for name, value in vars(layer).items():
+            tensors = [x for x in value.values() if x is not None] if isinstance(value, dict) else [value]
+            if tensors and all(isinstance(x, torch.Tensor) for x in tensors):
+                state[index, name] = addresses(tensors)
+            else:
+                state[index, name] = dict(value) if isinstance(value, dict) else value
+    return state
+
+
+def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
+    """The increments of numbers between two states, and the reason why a replay cannot repeat the step, or `None`: another
+    value changes."""
+    counts: dict[tuple[int, str], int] = {}
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        if old == new:
+            continue
+        if type(old) is not int or type(new) is not int:
+            return {}, f"layer {key[0]} of the cache changes its {key[1]!r} in every step"
+        counts[key] = new - old
+    return counts, None
+
+
+def snapshot(cache: Any) -> tuple[list[dict[str, Any]], Any]:
+    layers = [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers]
+    return layers, {name: _copied(value) for name, value in vars(cache.guard).items()}
+
+
+def _copied(value: Any) -> Any:
+    """A shallow copy of a container, which a step may change in place. Tensors are not copied."""
+    return copy.copy(value) if isinstance(value, (list, dict, set)) or hasattr(type(value), "__copy__") else value
+
+
+def restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
+    layers, guard = state
+    vars(cache.guard).update(guard)
+    for layer, attributes in zip(cache.layers, layers, strict=True):
+        vars(layer).clear()
+        vars(layer).update(attributes)
+
+
+# ---- graphs: they capture the device work of a call, and replay it --------------------------------------------------
+
+
+class Graph(Protocol):
+    """Captures the device work of a call, and replays it."""
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        """Capture what `call` launches, without running it on the device. Returns the result of `call`."""
+        ...
+
+    def replay(self) -> None: ...
+
+
+class CudaGraphs:
+    """Makes CUDA graphs that share a memory pool for intermediate results."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.pool: Any = None
+
+    def __call__(self) -> CudaGraph:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        return CudaGraph(self)
+
+
+class CudaGraph:
+    """A CUDA graph."""
+
+    def __init__(self, family: CudaGraphs):
+        self._graph, self._family = torch.cuda.CUDAGraph(), family
+        self._stream = torch.cuda.Stream(family.device)
+        self.replay = self._graph.replay
+
+    def capture(self, call: Callable[[], Any]) -> Any:
+        stream = torch.cuda.current_stream(self._stream.device)
+        # cuBLAS keeps a workspace per stream: the graph's workspace must come from its pool, and must not stay with cuBLAS
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with (
+                torch.cuda.device(self._stream.device),
+                torch.cuda.graph(
+                    self._graph, pool=self._family.pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                return call()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a failed capture does not restore the stream
+            self._family.pool = None  # torch would treat the pool as still capturing
+            raise
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+
+
+def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
+    """A factory of graphs for this device; `None` if the device has no graphs."""
+    return CudaGraphs(device) if device.type == "cuda" else None

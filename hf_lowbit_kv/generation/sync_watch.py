@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .process_wide import ProcessWide
+from .overriding import ProcessWide
 
 #: beginnings of PyTorch's warnings about a wait, and about the mode itself (once)
 _WAITED, _PROTOTYPE = "synchronizing CUDA operation", "Synchronization debug mode is a prototype"

@@ -85,6 +85,7 @@ def _nearness(fit: Fit) -> tuple[bool, int, int, int]:
     return not fit.calibrated, codes, spec.sink, -fit.cache
 
 
+@dataclass(eq=False, repr=False)
 class FitTable(Sequence[Fit]):
     """One `Fit` per cache, the 16-bit cache first. Recommended presets follow: those that fit, most bits first, and those
     that do not; then other presets in the same way. With `presets=` the order is the caller's. Prints as a table of at
@@ -96,20 +97,13 @@ class FitTable(Sequence[Fit]):
         dropped_at: tokens beyond which the model's own `generate` drops its cache, or `None`.
     """
 
-    def __init__(
-        self,
-        rows_of_table: Sequence[Fit],
-        name: str,
-        context: int,
-        rows: int,
-        positions: int | None,
-        dropped_at: int | None = None,
-        short: bool = False,
-    ):
-        self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at = (
-            list(rows_of_table), name, context, rows, positions, dropped_at,
-        )  # fmt: skip
-        self._short = short
+    _fits: list[Fit]
+    name: str
+    context: int
+    rows: int
+    positions: int | None
+    dropped_at: int | None = None
+    _short: bool = False
 
     def __getitem__(self, index):
         return self._fits[index]
@@ -120,7 +114,7 @@ class FitTable(Sequence[Fit]):
     @property
     def whole(self) -> FitTable:
         """The same table with all rows printed."""
-        return FitTable(self._fits, self.name, self.context, self.rows, self.positions, self.dropped_at)
+        return dataclasses.replace(self, _short=False)
 
     @property
     def shown(self) -> list[Fit]:
@@ -301,7 +295,7 @@ def fits(
         first = short_list(name for name in counters if name != FULL)
         table[1:] = sorted(table[1:], key=lambda fit: (fit.preset not in first, -fit.cache if fit.fits else 0))
     longest = getattr(shape.config, "max_position_embeddings", None)
-    return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model), short=presets is None)
+    return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model), presets is None)
 
 
 def _weights(shape: Shape, weights: str | None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,7 +12,6 @@ import torch
 import typer
 from bench_runs import invoked, records_of
 
-from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval import provenance
 from hf_lowbit_kv.eval.benchmarks import (
     bench_decode,
@@ -32,12 +33,10 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     step_fault,
 )
 from hf_lowbit_kv.eval.provenance import RESULTS
-from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
+from hf_lowbit_kv.triton_kernels import determinism
 
 CPU = torch.device("cpu")
-H200 = {"multi_processor_count": 132, "shared_memory_per_multiprocessor": 228 * 1024}
 KEYS = {
     *("shape", "preset", "keys", "values", "backend", "ms", "peer", "peer_ms", "ratio", "byte_limit_ratio", "relerr"),
     *("append_ms", "append_share", "step_ms", "step_append_ms", "step_append_share", "step_ratio"),
@@ -212,16 +211,28 @@ def test_another_tree_must_exist():
         OtherTree("no-such-commit")
 
 
-def test_kernels_of_a_cell_are_known_before_it_is_measured(monkeypatch):
-    spec = storage_spec(get_preset("kivi-2").spec(), "cuda")
-    case = build(Shape("tiny", 1, 4, 1, 300), spec, 64, 1, torch.float16, CPU)
-    monkeypatch.setattr(modules, "properties", lambda device: SimpleNamespace(**H200))
-    monkeypatch.setattr(decode_kernel, "properties", modules.properties)
-    monkeypatch.setattr(other_tree.nvrtc, "_bindings", lambda: pytest.fail("nothing is compiled"))
-    wanted = other_tree.wanted_by(case, None, "cuda")
-    macros = [dict(each.defines) for each in wanted]
-    assert [each.file for each in wanted] == ["attend.cu", "attend.cu", "attend.cu", "append.cu"]
-    assert [(of["APPENDS"], of["ORDERED"]) for of in macros[:3]] == [("0", "0"), ("0", "1"), ("1", "0")]
+def test_kernels_are_compiled_before_cells_are_measured(monkeypatch):
+    """Every layer is used as a measurement uses it, in both orders; a layer that fails does not stop the others."""
+    used = []
+
+    def layer(name):
+        if name == "unknown":
+            raise ValueError(name)
+
+        def note(kind, count):
+            return lambda *arguments: used.append((name, kind, determinism.fixed_order())) or len(arguments) == count
+
+        return SimpleNamespace(attend=note("attend", 1), step=note("step", 2), append=note("append", 2))
+
+    other_tree.compile_kernels([functools.partial(layer, name) for name in ("unknown", "a", "b")], "torch", jobs=2)
+    assert sorted(used) == sorted(itertools.product("ab", ("attend", "step", "append"), (False, True)))
+
+
+def test_a_tiny_layer_is_used_as_a_measurement_uses_it():
+    case = other_tree.tiny_case(Shape("tiny", 1, 4, 1, 3000), "kivi-2", "torch", 64, 1, torch.float32, CPU, None)
+    before = case.state.length.clone()
+    other_tree.compile_kernels([lambda: case], "torch", jobs=1)
+    assert (case.state.length == before + 4).all()  # a step and a stored token, in each order
 
 
 def test_peers_say_why_they_cannot_run(monkeypatch):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from latent_errors import MODEL, layer_errors, means, perplexity, read_bytes
+from latent_errors import MODEL, layer_errors, means, perplexity, quantize, read_bytes
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
@@ -146,13 +146,10 @@ def test_latents_of_zeros_are_exact():
 
 def test_granularities():
     x = random(130, 100) * torch.logspace(-2, 2, 130)[:, None]
-    error = {
-        name: float((snapmla_pipeline.quantize(x, name) - x).abs().sum())
-        for name in ("token", "block", "tensor", "static")
-    }
+    error = {name: float((quantize(x, name) - x).abs().sum()) for name in ("token", "block", "tensor", "static")}
     assert error["token"] <= error["block"] <= error["tensor"] * 1.01
     with pytest.raises(ValueError, match="granularity='page' is not known; allowed: token, block"):
-        snapmla_pipeline.quantize(x, "page")
+        quantize(x, "page")
 
 
 # ---- a trained model ------------------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from command_line import call, commands
 
 from hf_lowbit_kv import formats, presets
 from hf_lowbit_kv.cli import every_command
-from hf_lowbit_kv.formats.installed import GROUP, load_installed
-from hf_lowbit_kv.formats.registered import TRITON_MODULES
+from hf_lowbit_kv.formats.registered import GROUP, TRITON_MODULES, load_installed
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_kivi(run, folder, tmp_path):
     ],
 )  # fmt: skip
 def test_what_is_refused(run, arguments, message, monkeypatch):
-    monkeypatch.setattr("hf_lowbit_kv.cli.protocol_command.load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_lowbit_kv.cli.evaluation_commands.load", lambda *_: pytest.fail("a model was loaded"))
     code, _, err = run(*arguments)
     assert code == 1
     assert message in " ".join(err.split())

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_lowbit_kv.generation.process_wide import ProcessWide
+from hf_lowbit_kv.generation.overriding import ProcessWide
 from hf_lowbit_kv.generation.sync_watch import watch
 
 CUDA = torch.device("cuda")

@@ -20,6 +20,7 @@ import torch
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
+from hf_lowbit_kv.eval.benchmarks.snapmla_pipeline import BLOCK
 from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
 from hf_lowbit_kv.storage import reference
 
@@ -82,6 +83,36 @@ def pipeline_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.T
     return torch.stack(outs, 1)
 
 
+def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
+    """Tokens `[n, channels]` quantized to FP8 and dequantized to float32. There is one scale for each `token`, for each
+    `block` of 64 x 64, or for the whole `tensor`, or the scale is fixed to 1 (`static`). (Paper, table 2.)"""
+    x = x.float()
+    if granularity == "static":
+        return to_e4m3(x).float()
+    if granularity == "tensor":
+        scale = scale_of(x.abs().amax())
+    elif granularity == "token":
+        scale = scale_of(x.abs().amax(-1, keepdim=True))
+    elif granularity == "block":
+        rows, columns = x.shape
+        padded = torch.nn.functional.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3))
+        scale = scale_of(blocks).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+    else:
+        raise ValueError(f"granularity={granularity!r} is not known; allowed: token, block, tensor, static")
+    return to_e4m3(x / scale).float() * scale
+
+
+#: the paper's table 2: granularity of the content and of the RoPE part (`None`: not quantized)
+CONFIGURATIONS: dict[str, tuple[str, str | None]] = {
+    "snapmla": ("token", None),
+    "A: RoPE-unaware": ("token", "token"),
+    "B: per tensor, static": ("static", None),
+    "C: per tensor, dynamic": ("tensor", None),
+    "D: per block": ("block", None),
+}
+
+
 def errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
     """Outputs of all heads of a query token, side by side: `[S, Hq * v]`."""
     difference = found.double() - expected
@@ -95,7 +126,7 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 
 def layer_errors(model: Any, ids: torch.Tensor, queries: int = 16) -> list[dict[str, Any]]:
-    """A record a layer and configuration of `snapmla_pipeline.CONFIGURATIONS`, and `pipeline`."""
+    """A record a layer and configuration of `CONFIGURATIONS`, and `pipeline`."""
     records = []
     for index, (module, query, content, rope) in enumerate(Capture(model).run(ids, queries).layers):
         values = module.kv_b_proj.weight.detach().double().cpu().view(len(query), -1, content.shape[-1])
@@ -106,9 +137,9 @@ def layer_errors(model: Any, ids: torch.Tensor, queries: int = 16) -> list[dict[
 
         expected = output(exact_attention(query, content, rope, module.scaling))
         found = {}
-        for name, (of_content, of_rope) in snapmla_pipeline.CONFIGURATIONS.items():
-            c = snapmla_pipeline.quantize(content, of_content)
-            r = rope if of_rope is None else snapmla_pipeline.quantize(rope, of_rope)
+        for name, (of_content, of_rope) in CONFIGURATIONS.items():
+            c = quantize(content, of_content)
+            r = rope if of_rope is None else quantize(rope, of_rope)
             found[name] = exact_attention(query, c, r, module.scaling)
         found["pipeline"] = pipeline_attention(query, content, rope, module.scaling)
         for name, out in found.items():

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from marked import slow_case
 
 from hf_lowbit_kv.triton_kernels import common, fused_products
-from hf_lowbit_kv.triton_kernels.fused_gate import ACTIVATIONS, gated
-from hf_lowbit_kv.triton_kernels.fused_norm import rms_norm
+from hf_lowbit_kv.triton_kernels.fused_pieces import ACTIVATIONS, gated, rms_norm, rotary
 from hf_lowbit_kv.triton_kernels.fused_products import gated_product, products
-from hf_lowbit_kv.triton_kernels.fused_rotary import rotary
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SIXTEEN = DTYPES[:2]

@@ -23,6 +23,7 @@ from ...storage.paged_store import LayerStore
 from ...storage.reference import restored, transformed_with
 from ...storage.step import Chunk, Operations
 from ...storage.transforms import Transform
+from ..common import pages_due, real_tokens
 from ..config import FUSED_ROWS
 from ..toolchain import why_no_launcher
 from .arguments import ProjectArgs, TransformArgs, address, append_args, factors
@@ -180,18 +181,13 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
     k, v = aligned(k), aligned(v)
     module = load("append.cu", append_defines(spec, head_dim_k, v.shape[-1], k.dtype), k.device)
     pages = state.page_address.shape[1]
-    order = count = None
-    if mask is not None and tokens > 1:
-        # the indices of the real tokens (not padding), in order
-        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
-        count = mask.sum(1, dtype=torch.int32)
+    order, count = (None, None) if mask is None or tokens == 1 else real_tokens(mask)
     args = append_args(Chunk(None, k, v, mask), store, order, count)
     rows = batch * heads
     if tokens == 1:
         _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)
         return
-    # at most the tail and the chunk are packed, after a partial page
-    due = min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
+    due = pages_due(spec, tokens, pages)
     _launch(module, "append_pages", (rows, due, 2), 32 * APPEND_WARPS, args)
     if spec.sink or spec.tail_size:
         _launch(module, "append_window", (rows, -(-tokens // 32), 1), 32 * APPEND_WARPS, args)

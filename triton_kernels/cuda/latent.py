@@ -23,6 +23,7 @@ from ...storage.layer_spec import LayerSpec
 from ...storage.paged_store import LayerStore
 from ...storage.step import Chunk, Operations
 from .. import prompt
+from ..common import real_tokens
 from ..toolchain import why_no_launcher
 from .arguments import address
 from .cuda_entry_points import read
@@ -299,32 +300,11 @@ def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
     partial = torch.empty(batch * tiles * splits * ROWS * rank, dtype=torch.float32, device=device)
     sums = torch.empty(batch * tiles * splits * 2 * ROWS, dtype=torch.float32, device=device)
     out = torch.empty(batch, tokens, heads, rank, dtype=q.dtype, device=device)
-    tensors = (
-        q,
-        k,
-        v,
-        mask,
-        state.pool[0],
-        state.page_address,
-        state.length,
-        state.paged,
-        state.lost,
-        out,
-        partial,
-        sums,
-        None,
-        None,
-    )
+    stored = state.pool[0], state.page_address, state.length, state.paged, state.lost
     args = _Args(
-        *(address(x) for x in tensors),
-        *(
-            *q.stride()[:3],
-            k.stride(0),
-            k.stride(2),
-            v.stride(0),
-            v.stride(2),
-            *((0, 0) if mask is None else mask.stride()),
-        ),
+        *(address(x) for x in (q, k, v, mask, *stored, out, partial, sums, None, None)),
+        *(*q.stride()[:3], k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
+        *((0, 0) if mask is None else mask.stride()),
         *(heads, tokens, pages, splits, spec.room(pages), int(storing), scaling),
     )
     _launch(
@@ -362,30 +342,11 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
         return
     k, v = aligned(k), aligned(v)
     module, _ = _module(spec, rank, v.shape[-1], k.dtype, k.device)
-    order = count = None
-    if mask is not None:
-        # the indices of the real tokens (not padding), in order
-        order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
-        count = mask.sum(1, dtype=torch.int32)
+    order, count = (None, None) if mask is None else real_tokens(mask)
     pages = state.page_address.shape[1]
-    tensors = (
-        None,
-        k,
-        v,
-        None,
-        state.pool[0],
-        state.page_address,
-        state.length,
-        state.paged,
-        state.lost,
-        None,
-        None,
-        None,
-        order,
-        count,
-    )
+    stored = state.pool[0], state.page_address, state.length, state.paged, state.lost
     args = _Args(
-        *(address(x) for x in tensors),
+        *(address(x) for x in (None, k, v, None, *stored, None, None, None, order, count)),
         *(0, 0, 0, k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0, 0),
         *(1, tokens, pages, 1, spec.room(pages), 1, 1.0),
     )

@@ -1,7 +1,6 @@
 """A format's description for the CUDA kernels: names of its C++ structs, and the resources that they need.
 
-A format's module (`affine`, `boosted`, ...) makes these records. `geometry` plans with them and depends on no particular
-format.
+`format_structs` makes these records. `geometry` plans with them and depends on no particular format.
 """
 
 from __future__ import annotations

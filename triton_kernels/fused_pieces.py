@@ -1,5 +1,5 @@
-"""Rotary position embeddings in halves (`rotate_half`): one launch rotates queries and keys of a step into new
-tensors."""
+"""Pieces of a model's step in one launch each, rounded once: RMS norms, rotary position embeddings, and the gate of a
+feed-forward layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,47 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import launch, next_power_of_2
+from .common import cdiv, launch, next_power_of_2
+
+#: activations that kernels know; the index of each is its number in the kernel
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+@triton.jit
+def rms_norm_kernel(x, weight, out, x_stride, eps, D: tl.constexpr, PADDED: tl.constexpr, OFFSET: tl.constexpr):
+    """x `[rows, D]` -> out `[rows, D]`, contiguous. Grid (rows). OFFSET: added to the weight `[D]`."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, PADDED)
+    keep = channel < D
+    w = tl.load(weight + channel, mask=keep, other=0.0).to(tl.float32) + OFFSET
+    v = tl.load(x + row * x_stride + channel, mask=keep, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / D + eps)
+    tl.store(out + row * D + channel, (v * scale * w).to(out.dtype.element_ty), mask=keep)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded to the dtype of `x`.
+
+    Args:
+        x: `[..., D]`, any strides. weight: `[D]`, of any floating dtype.
+
+    Returns:
+        `[..., D]`, contiguous, in the dtype of `x`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    padded = next_power_of_2(x.shape[-1])
+    launch(
+        *(rms_norm_kernel, (rows.shape[0],), rows, weight.contiguous(), out, rows.stride(0), eps),
+        device=x.device,
+        D=x.shape[-1],
+        PADDED=padded,
+        OFFSET=offset,
+        num_warps=min(max(padded // 512, 1), 16),
+    )
+    return out
 
 
 @triton.jit(do_not_specialize=["tokens", "q_heads", "heads"])
@@ -93,3 +133,52 @@ def _like(x: torch.Tensor) -> torch.Tensor:
     """An empty tensor of this shape, whose last dimension is dense."""
     out = torch.empty_like(x)
     return out if out.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of `x`, in float32. ACTIVATION: the index in `ACTIVATIONS`."""
+    # below -80 a sigmoid's exponential overflows, and its product is 0 already
+    if ACTIVATION == 0:
+        y = x * tl.sigmoid(tl.maximum(x, -80.0))
+    elif ACTIVATION == 1:
+        # 0.5 (1 + tanh z) = sigmoid(2 z)
+        y = x * tl.sigmoid(tl.maximum(1.5957691216057308 * (x + 0.044715 * x * x * x), -80.0))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@triton.jit
+def gate_kernel(gate, up, out, gate_stride, up_stride, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """gate, up `[rows, N]` -> out `[rows, N]`, contiguous. Grid (rows, N / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = n < N
+    g = tl.load(gate + row * gate_stride + n, mask=keep, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + n, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out + row * N + n, (activated(g, ACTIVATION) * u).to(out.dtype.element_ty), mask=keep)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activation(gate) * up`, in float32, rounded once.
+
+    Args:
+        gate, up: `[..., N]` of one dtype; the last dimension dense, as in halves of one tensor.
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        `[..., N]`, contiguous.
+    """
+    width = gate.shape[-1]
+    gates, ups = gate.reshape(-1, width), up.reshape(-1, width)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    block = 1024
+    launch(
+        *(gate_kernel, (gates.shape[0], cdiv(width, block)), gates, ups, out),
+        *(gates.stride(0), ups.stride(0), width),
+        device=gate.device,
+        ACTIVATION=ACTIVATIONS.index(activation),
+        BLOCK=block,
+    )
+    return out
