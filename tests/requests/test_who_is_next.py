@@ -1,7 +1,5 @@
 """Which request gets a row, and whose prompt is read: short requests pass long ones, and no request waits for ever."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
