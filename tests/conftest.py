@@ -85,7 +85,7 @@ def _dealt(items, processes):
 def pytest_collection_modifyitems(items):
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
@@ -123,6 +123,28 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model():
+    """A tiny Llama with our attention, each test its own. What calls keep of it goes with the test."""
+    import torch
+    from cases import tiny_models
+
+    import hf_lowbit_kv as lb
+
+    with torch.random.fork_rng(devices=[]):
+        model = tiny_models("llama")[0]
+    yield model
+    lb.release(model)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are made in place of CUDA's during a test."""
+    from fake_graph import in_place_of_graphs
+
+    return in_place_of_graphs(monkeypatch)
 
 
 @pytest.fixture(scope="session")

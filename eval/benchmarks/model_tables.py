@@ -365,9 +365,11 @@ def _most_lost(records: Records, full: Records, keys: list[Key]) -> str:
     """In brackets, the two kinds of RULER's tasks that lose most of the mean; empty for other tasks."""
     kinds = {}
     for kind, begin in KINDS.items():
-        of_kind = [key for key in keys if key[0].startswith(begin)]
-        if of_kind and (lost := (before := _points(full, of_kind)) - (after := _points(records, of_kind))) > 0:
-            kinds[f"{kind} {after:.0f} instead of {before:.0f}"] = lost * len(of_kind)
+        if not (of_kind := [key for key in keys if key[0].startswith(begin)]):
+            continue
+        before, after = _points(full, of_kind), _points(records, of_kind)
+        if before is not None and after is not None and before > after:
+            kinds[f"{kind} {after:.0f} instead of {before:.0f}"] = (before - after) * len(of_kind)
     most = sorted(kinds, key=lambda kind: -kinds[kind])[:2]
     return f" ({', '.join(most)})" if most else ""
 

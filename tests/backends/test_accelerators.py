@@ -1,7 +1,5 @@
 """AMD, Intel and Apple GPUs, all faked: which backend runs there, what the messages say, and what `doctor` checks."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

@@ -1,7 +1,5 @@
 """The CPU backend against the reference: the same bytes, and outputs as close to float32 attention as float32 allows."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """NaN and Inf in one row's or KV head's keys or values never reach another row or KV head, on every backend (`isolation`)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -84,14 +82,12 @@ def test_emulated(case, monkeypatch):
 
 
 @pytest.mark.gpu
-@kernels.needs_gpu
 @pytest.mark.parametrize("case", _some_slow(CASES), ids=str)
 def test_triton(case):
     check(kernels.launch, case, "cuda", kernels.SEED)
 
 
 @pytest.mark.gpu
-@kernels.needs_gpu
 @pytest.mark.parametrize("case", _some_slow(CUDA), ids=str)
 def test_cuda(case, monkeypatch):
     from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch
@@ -114,7 +110,6 @@ def test_latents_on_a_cpu(spec, backend):
 
 
 @pytest.mark.gpu
-@kernels.needs_gpu
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("content", ["fp8", "dense"])
 def test_latents_on_a_gpu(content, backend, monkeypatch):

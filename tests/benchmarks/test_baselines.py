@@ -1,7 +1,5 @@
 """WUSH and OSCAR against what their papers prove: closed forms, not a copy of the code."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import tiny_models

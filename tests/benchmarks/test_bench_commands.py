@@ -1,7 +1,5 @@
 """`bench.sh`: scripts understand its commands, and a measurement that fails does not stop the others. No GPU is needed."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

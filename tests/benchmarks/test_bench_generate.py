@@ -1,7 +1,5 @@
 """The benchmarks of generate run on the CPU with a tiny model; what they say of time means nothing here."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -12,16 +12,19 @@ import torch
 import typer
 from bench_runs import invoked, records_of
 
-from hf_lowbit_kv.eval import provenance
+from hf_lowbit_kv.eval import accuracy, provenance
 from hf_lowbit_kv.eval.benchmarks import (
     bench_decode,
+    bench_kept,
     bench_memory,
     bench_prompt,
     other_tree,
     packed_layer,
+    page_tables,
     random_models,
     timing,
 )
+from hf_lowbit_kv.eval.benchmarks.bench_many import Job, _batching, batches, cut_short
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     SHAPES,
@@ -33,6 +36,7 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     step_fault,
 )
 from hf_lowbit_kv.eval.provenance import RESULTS
+from hf_lowbit_kv.planning.fits import GB, fits
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.triton_kernels import determinism
 
@@ -305,3 +309,92 @@ def test_contenders_that_could_take_no_part_are_refused():
         bench_generate.time_caches(contender=["kivi-2/eager@200"], tokens=[300], device="cpu")
     with pytest.raises(typer.BadParameter, match="there is one length here"):
         bench_memory.measure_batch(contender=["kivi-2/eager@200"], device="cpu")
+
+
+# ---- what kept prompts cost -----------------------------------------------------------------------------------------
+
+
+def test_bench_kept(tmp_path):
+    arguments = ["--device", "cpu", "--tiny", "--tokens", 600, "--repeats", 1]
+    records = records_of(bench_kept.main, tmp_path / "kept.jsonl", *arguments)
+    assert [record["kind"] for record in records] == ["fork", "fork", "save", "restore", *["first_token"] * 3]
+    cached = {record["source"]: record["cached_tokens"] for record in records if record["kind"] == "first_token"}
+    assert cached == {"gpu": 600, "folder": 600, "none": 0}
+    restore = records[3]
+    assert restore["share"] == restore["raw_seconds"] / restore["seconds"]
+    assert restore["in_use"] <= restore["nbytes"] <= 1.1 * restore["in_use"]
+
+
+# ---- docs/what-fits.md is what `lb.fits` counts ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "preset", "memory"),
+    [("Qwen/Qwen3-8B", "bfloat16", "kivi-4-sink", 24), ("meta-llama/Llama-3.1-8B", "int4", "16-bit", 24)],
+)
+def test_cells_are_those_of_fits(model, weights, preset, memory):
+    names = [] if preset == "16-bit" else [preset]
+    fit = fits(model, page_tables.ROW, memory * GB, weights=weights, presets=names or ["kv8"])[len(names)]
+    longest, rows = page_tables.cell(model, weights, preset, memory * GB).split(" / ")
+    assert int(rows) == fit.most_rows
+    own = page_tables.known_models()[model]["config"]["max_position_embeddings"]
+    assert longest == ("all" if fit.longest_context >= own else f"{fit.longest_context // 1000}k")
+
+
+# ---- two presets within the bands of an independent simulation ------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_presets_are_within_their_bands(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    accuracy.main(
+        preset=["kivi-4-sink", "kitty"],
+        context=4096,
+        start=512,
+        chunk=128,
+        device="cpu",
+        dtype="float32",
+        backend=None,
+        commit="none",
+        out=out,
+    )  # exits, which raises here, where a row is outside its band
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["preset"] for row in rows] == ["kivi-4-sink", "kitty"]
+    assert rows[0]["kl"] < 0.0022 < rows[1]["kl"] < 0.08
+
+
+# ---- static batches of `bench_many` ---------------------------------------------------------------------------------
+
+
+def _job(tokens: int, answer: int) -> Job:
+    return Job(torch.zeros(tokens, dtype=torch.long), answer)
+
+
+WORK = [_job(100, 10), _job(10, 1), _job(100, 1), _job(10, 10)]
+
+
+def test_requests_are_sorted_and_batches_fit_into_the_memory():
+    def sizes(sorting: str, rows: int, memory: int) -> list[list[tuple[int, int]]]:
+        grouped = batches(WORK, sorting, rows, lambda tokens: tokens, memory)
+        return [[(len(job.prompt), job.answer) for job in batch] for batch in grouped]
+
+    by_prompt = [[(100, 10), (100, 1)], [(10, 1), (10, 10)]]
+    assert sizes("by prompt", 8, 220) == by_prompt  # a row counts as long as the longest prompt and answer: 110
+    assert sizes("by prompt", 2, 1000) == by_prompt
+    assert sizes("by answer", 8, 220) == [[(100, 10), (10, 10)], [(10, 1), (100, 1)]]
+    assert sizes("as given", 8, 100) == [[(100, 10)], [(10, 1)], [(100, 1)], [(10, 10)]]
+
+
+def test_an_order_that_is_not_known_is_refused():
+    assert _batching("by answer:64") == ("by answer", 64)
+    for text in ("by length:64", "by answer", "by answer:0"):
+        with pytest.raises(typer.BadParameter, match="is not understood; allowed: ORDER:ROWS"):
+            _batching(text)
+
+
+def test_a_short_run_has_all_numbers_of_rows():
+    work = [*WORK, *WORK]
+    short = cut_short(work, whole=4)
+    assert [len(job.prompt) for job in short] == [100, 10, 100, 10, 64, 10, 64, 10], "the first ones are whole"
+    assert len({job.answer for job in short}) == len(work)

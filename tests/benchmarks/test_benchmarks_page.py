@@ -1,7 +1,5 @@
 """`docs/benchmarks.md`: what is written from the records. That it is current: `test_report`."""
 
-from __future__ import annotations
-
 import json
 
 from hf_lowbit_kv.eval.benchmarks import packed_layer

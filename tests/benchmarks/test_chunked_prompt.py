@@ -1,7 +1,5 @@
 """What a prompt that is read in chunks costs: the measurement, and what the documentation says of its records."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Benchmarks of any model: KL of presets and of transformers' caches, and tasks, on tiny models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bench_runs import records_of

@@ -1,7 +1,5 @@
 """The benchmark of tensor parallelism: what it compares, and a run of two processes on a CPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables in the documentation are those of the committed records; records count only where they are of today's bytes."""
 
-from __future__ import annotations
-
 import json
 
 import accuracy_rows

@@ -1,7 +1,5 @@
 """RULER's tasks: right answers are found again in each prompt, by other means than those that wrote it."""
 
-from __future__ import annotations
-
 import collections
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """SnapMLA: the FP8 format, the pipeline with quantized queries and weights, and what both do to a trained MLA model."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -3,8 +3,6 @@
 In float32, and near position 0, most of these errors do not appear.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

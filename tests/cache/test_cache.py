@@ -1,7 +1,5 @@
 """The cache as an object: crop, batch operations, copies, bytes, and what it says of itself."""
 
-from __future__ import annotations
-
 import copy
 import html
 import re
@@ -9,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import FORMATS, cache_of, continued, left_padded, some_slow, tiny_models
+from cases import FORMATS, cache_of, continued, left_padded, read, some_slow, tiny_models
 from marked import newest_case, slow_case
 from transformers import DynamicCache
 
@@ -20,16 +18,6 @@ from hf_lowbit_kv.storage.model_sides import DIRECT
 
 pytestmark = pytest.mark.host
 PAGES = {"page_size": 32, "residual": 32}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_models("llama")[0]
-
-
-def _prefill(model, cache, ids, mask=None):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1]
 
 
 def _history(cache, layer=0):
@@ -49,13 +37,13 @@ def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_l
     options = {**PAGES, "residual": residual, "max_cache_len": max_cache_len}
     straight, detour = (cache_of(model, formats, **options) for _ in range(2))
     wrong = torch.full((1, 5), 9)
-    _prefill(model, straight, ids[:, :100])
-    _prefill(model, detour, ids[:, :100])
-    _prefill(model, detour, wrong)
+    read(model, straight, ids[:, :100])
+    read(model, detour, ids[:, :100])
+    read(model, detour, wrong)
     detour.crop(-5)
     assert int(detour.get_seq_length()) == 100
     for token in range(100, 120):
-        logits = [_prefill(model, cache, ids[:, token : token + 1]) for cache in (straight, detour)]
+        logits = [read(model, cache, ids[:, token : token + 1]) for cache in (straight, detour)]
         assert torch.equal(*logits)
     assert torch.equal(_history(straight)[0], _history(detour)[0])
 
@@ -79,7 +67,7 @@ def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monk
 def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):
     ids, mask = left_padded(2, 130)
     cache = cache_of(model, formats, **{**PAGES, "residual": residual}, sink=4)
-    _prefill(model, cache, ids, mask)
+    read(model, cache, ids, mask)
     before = _history(cache)
     cache.crop(-90)
     for row, keys in enumerate(_history(cache)):
@@ -87,7 +75,7 @@ def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, resid
         assert keys.shape[1] == 40 - 7 * row
     more_ids, _ = left_padded(2, 100, seed=3)
     # packs again, on top of what was read back
-    _prefill(model, cache, more_ids[:, -60:], continued(mask[:, :40], 60))
+    read(model, cache, more_ids[:, -60:], continued(mask[:, :40], 60))
     assert int(cache.get_seq_length()) == 100
     assert _history(cache)[1].shape[1] == 93
 
@@ -110,9 +98,9 @@ def test_crop_counts_padding_that_was_dropped(model):
     ids, mask = left_padded(3, 60)
     chunk, chunk_mask = left_padded(3, 30, seed=1)
     cache = lb.from_preset("kv8", model, **PAGES)
-    _prefill(model, cache, ids, mask)
+    read(model, cache, ids, mask)
     before = _history(cache)
-    _prefill(model, cache, chunk, torch.cat([mask, chunk_mask], dim=1))
+    read(model, cache, chunk, torch.cat([mask, chunk_mask], dim=1))
     cache.crop(-30)
     for row, keys in enumerate(_history(cache)):
         assert keys.shape == before[row].shape
@@ -126,13 +114,13 @@ def test_crop_counts_padding_of_single_tokens(model, max_cache_len):
     mask = torch.ones(2, 330, dtype=torch.long)
     mask[1, 20:] = torch.arange(310) % 3 == 1
     cache = lb.from_preset("dense", model, max_cache_len=max_cache_len)
-    _prefill(model, cache, ids[:, :20], mask[:, :20])
+    read(model, cache, ids[:, :20], mask[:, :20])
     for token in range(20, 200):
-        _prefill(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
+        read(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
     mask[:, 200:240] = 1
-    _prefill(model, cache, ids[:, 200:240], mask[:, :240])  # whose own tokens have none
+    read(model, cache, ids[:, 200:240], mask[:, :240])  # whose own tokens have none
     for token in range(240, 330):
-        _prefill(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
+        read(model, cache, ids[:, token : token + 1], mask[:, : token + 1])
     end = 330
     for count in (5, 1, 100, 150, 60):
         cache.crop(-count)
@@ -152,14 +140,14 @@ def test_rows_that_share_pages_are_cropped_and_go_on(residual, max_cache_len):
         (ours, lb.from_preset("dense", ours, **{**PAGES, "residual": residual}, max_cache_len=max_cache_len)),
         (theirs, DynamicCache(config=theirs.config)),
     ):
-        _prefill(model, cache, ids)
+        read(model, cache, ids)
         if rows == 1:
             cache.batch_repeat_interleave(2)
         else:
             cache.batch_select_indices(torch.tensor([0, 0]))
         cache.crop(-120)
         for begin in range(0, 150, 10):
-            logits.append(_prefill(model, cache, more[:, begin : begin + 10]))
+            logits.append(read(model, cache, more[:, begin : begin + 10]))
     torch.testing.assert_close(torch.cat(logits[:15]), torch.cat(logits[15:]), atol=1e-5, rtol=1e-4)
 
 
@@ -172,8 +160,8 @@ def test_a_mask_as_wide_as_the_cache(max_cache_len):
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len)
     wanted = DynamicCache(config=theirs.config)
     for begin, end in ((0, 40), (40, 49), (49, 50)):
-        got = _prefill(ours, cache, ids[:, begin:end], wide)
-        want = _prefill(theirs, wanted, ids[:, begin:end], mask[:, :end])
+        got = read(ours, cache, ids[:, begin:end], wide)
+        want = read(theirs, wanted, ids[:, begin:end], mask[:, :end])
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     assert cache.packed_layers[0].store.state.length[:, 0].tolist() == mask.sum(1).tolist()
 
@@ -181,9 +169,9 @@ def test_a_mask_as_wide_as_the_cache(max_cache_len):
 def test_a_mask_of_too_few_columns(model):
     cache = lb.from_preset("dense", model)
     ids, mask = left_padded(2, 50)
-    _prefill(model, cache, ids, mask)
+    read(model, cache, ids, mask)
     with pytest.raises(ValueError, match=r"attention_mask has 30 columns; .* each of the 50 tokens .* and of the 20"):
-        _prefill(model, cache, ids[:, :20], mask[:, :30])
+        read(model, cache, ids[:, :20], mask[:, :30])
     assert int(cache.get_seq_length()) == 50
 
 
@@ -198,7 +186,7 @@ def test_a_notebook_shows_the_summary_as_a_table():
 def test_html_shows_the_rows_of_the_summary():
     model, _ = tiny_models("llama")
     cache = lb.from_preset("kivi-2", model)
-    _prefill(model, cache, left_padded(1, 20)[0])
+    read(model, cache, left_padded(1, 20)[0])
     cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", cache._repr_html_())
     assert cells[1::2][-1].startswith(f"{int(cache.nbytes) / 1000:.1f} kB")
     shown = " ".join(cache.summary().replace("│", " ").split())
@@ -212,7 +200,7 @@ def test_a_copy_follows_the_models_attention():
     twin = copy.deepcopy(cache)
     model.set_attn_implementation("sdpa")
     ids, _ = left_padded(1, 20)
-    assert torch.equal(*(_prefill(model, each, ids) for each in (cache, twin)))
+    assert torch.equal(*(read(model, each, ids) for each in (cache, twin)))
     both = copy.deepcopy({"model": model, "cache": cache})
     assert both["cache"].config is both["model"].config is not model.config
     assert copy.deepcopy([cache, model])[1].config is not model.config
@@ -223,7 +211,7 @@ def test_rows_chosen_by_lists_and_masks(model, max_cache_len):
     ids = left_padded(3, 40)[0]
     caches = [lb.from_preset("dense", model, max_cache_len=max_cache_len) for _ in range(2)]
     for cache in caches:
-        _prefill(model, cache, ids)
+        read(model, cache, ids)
     all_rows = [torch.tensor([True, True, True]), [0, 1, 2]]
     for cache, rows in zip(caches, ([False, True, False], [1]) if max_cache_len is None else all_rows, strict=True):
         cache.batch_select_indices(rows)
@@ -251,9 +239,9 @@ def test_architectures_that_compute_with_keys_are_told(model):
 def test_crop_everything_and_start_again(model):
     ids, _ = left_padded(1, 100)
     cache, fresh = (lb.from_preset("kivi-2", model, **PAGES) for _ in range(2))
-    _prefill(model, cache, ids)
+    read(model, cache, ids)
     cache.crop(-100)
-    assert torch.allclose(_prefill(model, cache, ids[:, :50]), _prefill(model, fresh, ids[:, :50]), atol=1e-5)
+    assert torch.allclose(read(model, cache, ids[:, :50]), read(model, fresh, ids[:, :50]), atol=1e-5)
 
 
 @pytest.mark.parametrize("formats", some_slow(on_the_oldest=FORMATS[0]), ids="/".join)
@@ -261,16 +249,16 @@ def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
     ids, mask = left_padded(2, 100)
     step, _ = left_padded(6, 60, seed=5)
     repeated = cache_of(model, formats, **PAGES)
-    _prefill(model, repeated, ids, mask)
+    read(model, repeated, ids, mask)
     one_copy = repeated.nbytes.codes
     repeated.batch_repeat_interleave(3)
     assert repeated.nbytes.codes == one_copy
     separate = cache_of(model, formats, **PAGES)
-    _prefill(model, separate, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0))
+    read(model, separate, ids.repeat_interleave(3, 0), mask.repeat_interleave(3, 0))
     mask = mask.repeat_interleave(3, 0)
     for start in range(0, 60, 20):
         mask = torch.cat([mask, torch.ones(6, 20, dtype=torch.long)], dim=1)
-        got, want = (_prefill(model, cache, step[:, start : start + 20], mask) for cache in (repeated, separate))
+        got, want = (read(model, cache, step[:, start : start + 20], mask) for cache in (repeated, separate))
         assert torch.allclose(got, want, atol=1e-4)
     repeated.batch_select_indices(torch.tensor([1, 4]))
     separate.batch_select_indices(torch.tensor([1, 4]))
@@ -280,7 +268,7 @@ def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
 
 def test_a_preallocated_cache_keeps_its_rows(model):
     cache = lb.from_preset("kivi-2", model, max_cache_len=100)
-    _prefill(model, cache, left_padded(1, 20)[0])
+    read(model, cache, left_padded(1, 20)[0])
     with pytest.raises(ValueError, match="is fixed to 1 rows; 3 were requested"):
         cache.batch_repeat_interleave(3)
 
@@ -288,10 +276,10 @@ def test_a_preallocated_cache_keeps_its_rows(model):
 def test_copies_are_independent(model):
     ids, mask = left_padded(2, 100)
     cache = lb.from_preset("kivi-2", model, **PAGES)
-    _prefill(model, cache, ids, mask)
+    read(model, cache, ids, mask)
     twin = copy.deepcopy(cache)
     before = _history(cache)
-    _prefill(model, twin, ids, torch.cat([mask, mask], 1))
+    read(model, twin, ids, torch.cat([mask, mask], 1))
     for got, want in zip(_history(cache), before, strict=True):
         assert torch.equal(got, want)
     assert int(cache.get_seq_length()) == 100
@@ -303,7 +291,7 @@ def test_bytes_and_bits(model):
     cache = lb.from_preset("kivi-2", model, **PAGES)
     assert int(cache.nbytes) == 0
     assert cache.bits_per_value == 0
-    _prefill(model, cache, ids)
+    read(model, cache, ids)
     nbytes = cache.nbytes
     assert nbytes == nbytes.codes + nbytes.metadata + nbytes.window + nbytes.unused + nbytes.transformers
     # two layers, keys and values of two heads of 64 channels: five pages of 32 tokens at 2 bits, 40 tokens in float32
@@ -315,7 +303,7 @@ def test_bytes_and_bits(model):
 
 def test_layers_can_be_kept_dense(model):
     cache = lb.from_preset("kivi-2", model, dense_layers=[1], **PAGES)
-    _prefill(model, cache, left_padded(1, 100)[0])
+    read(model, cache, left_padded(1, 100)[0])
     assert [layer.spec.key_format.name for layer in cache.packed_layers] == ["int2-channel", "dense"]
 
 
@@ -324,7 +312,7 @@ def test_it_tells_what_it_is(model):
     assert repr(cache) == (
         "LowBitCache(preset='kivi-2-sink', keys=int2-channel, values=int2-token, bits=0.00, length=0, bytes=0)"
     )
-    _prefill(model, cache, left_padded(2, 300)[0])
+    read(model, cache, left_padded(2, 300)[0])
     for word in ("kivi-2-sink", f"bits={cache.bits_per_value:.2f}", "length=300", f"bytes={int(cache.nbytes)}"):
         assert word in repr(cache)
     summary = cache.summary()
@@ -353,10 +341,10 @@ def _rows_of_summary(cache):
 def test_bits_of_a_model_in_float32_are_told_in_16_bits_too(model, preset, tokens):
     ids = left_padded(2, tokens)[0]
     cache, half = lb.from_preset(preset, model), lb.from_preset(preset, model)
-    _prefill(model, cache, ids)
+    read(model, cache, ids)
     shown = _rows_of_summary(cache)["bits per value"]
     in_16 = copy.deepcopy(model).bfloat16()
-    _prefill(in_16, half := lb.from_preset(preset, in_16), ids)
+    read(in_16, half := lb.from_preset(preset, in_16), ids)
     assert (
         shown == f"{cache.bits_per_value:.2f} with the window in float32; {half.bits_per_value:.2f} in a 16-bit model"
     )
@@ -367,7 +355,7 @@ def test_a_cache_that_is_larger_than_its_tokens_says_why(model):
     ids = left_padded(1, 20)[0]
     growing, preallocated = lb.from_preset("kivi-2", model), lb.from_preset("kivi-2", model, max_cache_len=5000)
     for cache, whole in ((growing, "the window and the first pages are"), (preallocated, "all 5000 tokens are")):
-        _prefill(model, cache, ids)
+        read(model, cache, ids)
         assert int(cache.nbytes) > cache.nbytes_full
         in_float32 = f"{cache.nbytes_full / 1000:.1f} kB"
         assert (
@@ -375,7 +363,7 @@ def test_a_cache_that_is_larger_than_its_tokens_says_why(model):
             in (_rows_of_summary(cache)["total"])
         )
     long = lb.from_preset("kivi-2", model)
-    _prefill(model, long, torch.arange(3000)[None] % 150)
+    read(model, long, torch.arange(3000)[None] % 150)
     assert "less" not in _rows_of_summary(long)["total"]
 
 

@@ -1,12 +1,10 @@
 """transformers renames the argument that carries a cache: users may write either name, the package writes the current one."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
 import torch
-from cases import left_padded, tiny_models
+from cases import left_padded
 from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY
 from transformers import LlamaForCausalLM
@@ -15,13 +13,6 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import cache_argument
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")]
-
-
-@pytest.fixture
-def model():
-    model = tiny_models("llama")[0]
-    yield model
-    lb.release(model)
 
 
 def test_the_name_is_the_one_that_models_take():

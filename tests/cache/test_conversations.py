@@ -6,8 +6,6 @@ restored, and the model gets another LoRA adapter. What a cache refuses by its d
 nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os
@@ -310,8 +308,6 @@ class Conversation:
 BETWEEN = ("crop", "fork", "reopen", "reorder", "switch_adapter")
 
 
-# PEFT asks for an attribute that the newest transformers deprecates
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.host
 @pytest.mark.timeout(0 if "CONVERSATIONS" in os.environ else 600)
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Bad input: a clear error that names the argument, before any state changes."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib.util
@@ -18,11 +16,6 @@ from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.storage.transforms import Hadamard
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_models("llama")[0]
 
 
 @pytest.mark.parametrize(

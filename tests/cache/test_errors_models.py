@@ -1,7 +1,5 @@
 """Models that a cache does not serve: by their architecture, or because the cache was made for another one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import SMALL_PAGES, next_logits, tiny_config, tiny_models
@@ -12,11 +10,6 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.transformers_release import RELEASE
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_models("llama")[0]
 
 
 def test_head_dim_not_supported():

@@ -1,9 +1,8 @@
 """Keys and values of one model or adapter are not continued by another. The truth is a whole fresh read."""
 
-from __future__ import annotations
-
 import copy
 
+import peft
 import pytest
 import torch
 from cases import tiny_models
@@ -16,8 +15,6 @@ from hf_lowbit_kv.cache.cache_argument import NAME
 
 pytestmark = [
     pytest.mark.host,
-    # PEFT asks for an attribute that the newest transformers deprecates
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation='sdpa'"),
 ]
 OTHER = "computed by another model"
@@ -26,7 +23,6 @@ OTHER = "computed by another model"
 @pytest.fixture
 def adapted():
     """A model with the adapters `one`, which is active, and `two`."""
-    peft = pytest.importorskip("peft")
     torch.manual_seed(3)
     base = tiny_models("llama")[0]
     config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
@@ -39,13 +35,11 @@ def adapted():
 
 def with_mlp_adapter(model):
     """Only layers outside of attention change: their adapters are compared by name."""
-    peft = pytest.importorskip("peft")
     peft.get_peft_model(model, peft.LoraConfig(target_modules=["down_proj"], init_lora_weights=False)).eval()
 
 
 def merged_into_base(model):
     """No module has an adapter before, and none after."""
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False)
     merged = peft.get_peft_model(model, config).eval().merge_and_unload()
     assert merged is model
@@ -150,7 +144,6 @@ def test_the_same_adapter_goes_on(adapted):
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_recurrent_layers_have_read_nothing_of_a_refused_prompt(family):
     """They come before the first layer that stores tokens, and the conversation goes on under the first adapter."""
-    peft = pytest.importorskip("peft")
     inner = copy.deepcopy(tiny_models(family)[0])
     config = peft.LoraConfig(target_modules=["k_proj", "in_proj", "in_proj_qkvz"], init_lora_weights=False)
     model = peft.get_peft_model(inner, config, adapter_name="one").eval()
@@ -168,7 +161,6 @@ def test_recurrent_layers_have_read_nothing_of_a_refused_prompt(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_a_chat_reads_its_text_again_under_another_adapter(family):
     """Gemma 3 has sliding layers, which cannot be cropped."""
-    peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     base = tiny_models(family)[0]
     config = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["k_proj", "v_proj"], init_lora_weights=False)

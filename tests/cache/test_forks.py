@@ -1,15 +1,26 @@
 """Forks: several caches that hold the same tokens in the same pages, and go on differently."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
 
 import pytest
 import torch
-from cases import FORMATS, OTHER_WIDTHS, SMALL_PAGES, cache_of, continued, filled, left_padded, tiny_models
+from cases import (
+    FORMATS,
+    OTHER_WIDTHS,
+    SMALL_PAGES,
+    cache_of,
+    continued,
+    every_preset,
+    filled,
+    left_padded,
+    random_parameters,
+    read,
+    tiny_models,
+)
 from marked import newest_case, slow_case
+from mla_cases import tiny_models as mla_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -18,16 +29,6 @@ from hf_lowbit_kv.cache.cache_argument import as_argument
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 DENSE = {"key_format": "dense", "value_format": "dense"}
 LENGTHS = pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_models("llama")[0]
-
-
-def _read(model, cache, ids, mask=None):
-    with torch.no_grad():
-        return model(ids, attention_mask=mask, **as_argument(cache)).logits[:, -1]
 
 
 def _memory(caches) -> int:
@@ -59,21 +60,21 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
     options = {"page_size": 32, "residual": residual, "max_cache_len": max_cache_len}
     cache, reference = (cache_of(model, formats, **options) for _ in range(2))
     for each in (cache, reference):
-        _read(model, each, ids, mask)
+        read(model, each, ids, mask)
     first, second = cache.fork(2)
     texts = [torch.randint(3, 160, (2, 70)) for _ in range(3)]
     mask_behind = continued(mask, 70)
-    found = [_read(model, each, text, mask_behind) for each, text in zip((first, second, cache), texts, strict=True)]
+    found = [read(model, each, text, mask_behind) for each, text in zip((first, second, cache), texts, strict=True)]
     for text, got in zip(texts, found, strict=True):
         fresh = cache_of(model, formats, **options)
-        _read(model, fresh, ids, mask)
-        assert torch.equal(_read(model, fresh, text, mask_behind), got)
+        read(model, fresh, ids, mask)
+        assert torch.equal(read(model, fresh, text, mask_behind), got)
     # and they hold only their own tokens now
     for each, text in zip((first, second, cache), texts, strict=True):
         fresh = copy.deepcopy(reference)
-        _read(model, fresh, text, mask_behind)
+        read(model, fresh, text, mask_behind)
         step = torch.tensor([[7], [9]])
-        assert torch.equal(_read(model, fresh, step), _read(model, each, step))
+        assert torch.equal(read(model, fresh, step), read(model, each, step))
 
 
 def test_layers_of_different_windows(model):
@@ -81,14 +82,14 @@ def test_layers_of_different_windows(model):
     options = {**SMALL_PAGES, "per_layer": {1: {"residual": 64}}}
     ids, texts = left_padded(1, 200)[0], torch.randint(3, 160, (2, 1, 70))
     cache = lb.LowBitCache(model, **DENSE, **options)
-    _read(model, cache, ids)
+    read(model, cache, ids)
     assert len({int(layer.store.state.paged[0, 0]) for layer in cache.packed_layers}) == 2
     for each, text in zip((cache.fork()[0], cache), texts, strict=True):
-        _read(model, each, text)
+        read(model, each, text)
         want = lb.LowBitCache(model, **DENSE, **options)
-        _read(model, want, torch.cat([ids, text], 1))
+        read(model, want, torch.cat([ids, text], 1))
         step = torch.tensor([[7]])
-        torch.testing.assert_close(_read(model, each, step), _read(model, want, step), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(read(model, each, step), read(model, want, step), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
@@ -100,12 +101,12 @@ def test_layers_of_transformers_are_forked_too(family, lengths):
     ids, _ = left_padded(1, 20 if length == 22 else 60)
     cache = lb.LowBitCache(ours, **DENSE, **SMALL_PAGES, max_cache_len=length)
     stock = DynamicCache(config=theirs.config)
-    _read(ours, cache, ids)
-    _read(theirs, stock, ids)
+    read(ours, cache, ids)
+    read(theirs, stock, ids)
     fork = cache.fork(max_cache_len=of_forks)[0]
     for count in (11, 1, 30, 1):
         text = torch.randint(3, 160, (1, count))
-        torch.testing.assert_close(_read(ours, fork, text), _read(theirs, stock, text), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(read(ours, fork, text), read(theirs, stock, text), atol=1e-4, rtol=1e-4)
     assert int(fork.get_seq_length(1)) == ids.shape[1] + 43
     assert int(cache.get_seq_length(1)) == ids.shape[1]
 
@@ -115,7 +116,7 @@ def test_layers_of_transformers_are_forked_too(family, lengths):
 @pytest.mark.parametrize("residual", [32, 0])
 def test_sixteen_forks_cost_their_windows_and_open_pages(model, formats, residual, max_cache_len):
     cache = cache_of(model, formats, sink=4, page_size=32, residual=residual, max_cache_len=max_cache_len)
-    _read(model, cache, left_padded(1, 200)[0])
+    read(model, cache, left_padded(1, 200)[0])
     before = cache.nbytes
     forks = cache.fork(16)
     assert cache.nbytes == before
@@ -161,16 +162,16 @@ def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_l
 
     def reset(cache):
         cache.reset()
-        _read(model, cache, torch.randint(3, 160, (1, 150)))
+        read(model, cache, torch.randint(3, 160, (1, 150)))
 
     def crop(cache):
         cache.crop(-70)
-        _read(model, cache, torch.randint(3, 160, (1, 150)))
+        read(model, cache, torch.randint(3, 160, (1, 150)))
 
     def crop_and_fork(cache):
         cache.crop(-20)
         for fork in cache.fork(2):
-            _read(model, fork, torch.randint(3, 160, (1, 100)))
+            read(model, fork, torch.randint(3, 160, (1, 100)))
 
     for change, of_fork in itertools.product((reset, crop, crop_and_fork), (True, False)):
         cache, reference = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
@@ -179,10 +180,10 @@ def test_pages_of_a_fork_are_not_written_by_what_it_came_from(model, max_cache_l
         for _ in range(2):
             change(changed)
         text = torch.randint(3, 160, (1, 60))
-        assert torch.equal(_read(model, kept, text), _read(model, reference, text))
+        assert torch.equal(read(model, kept, text), read(model, reference, text))
         change(changed)
         changed.reset()
-        assert torch.equal(_read(model, changed, ids), _read(model, filled_nothing(model, max_cache_len), ids))
+        assert torch.equal(read(model, changed, ids), read(model, filled_nothing(model, max_cache_len), ids))
 
 
 @LENGTHS
@@ -191,11 +192,11 @@ def test_pages_that_several_forks_hold_are_not_written(model, count, max_cache_l
     cache, reference = (filled(model, max_cache_len=max_cache_len) for _ in range(2))
     forks = cache.fork(count)
     cache.reset()
-    _read(model, cache, torch.randint(3, 160, (1, 150)))
+    read(model, cache, torch.randint(3, 160, (1, 150)))
     text = torch.randint(3, 160, (1, 60))
-    want = _read(model, reference, text)
+    want = read(model, reference, text)
     for fork in forks:
-        assert torch.equal(_read(model, fork, text), want)
+        assert torch.equal(read(model, fork, text), want)
 
 
 def filled_nothing(model, max_cache_len):
@@ -209,7 +210,7 @@ def test_pages_come_back(model):
     for _ in range(5):
         fork = cache.fork()[0]
         cache.reset()
-        _read(model, cache, left_padded(1, 80)[0])
+        read(model, cache, left_padded(1, 80)[0])
         assert store.num_pages <= 2 * store.pages_per_row
         del fork
 
@@ -253,7 +254,7 @@ def test_beams_over_a_fork(model):
     options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 50, **GREEDY}
     cache = cache_of(model, ("dense", "dense"), **SMALL_PAGES)
     want = model.generate(ids, **as_argument(cache_of(model, ("dense", "dense"), **SMALL_PAGES)), **options)
-    _read(model, cache, ids[:, :-1])
+    read(model, cache, ids[:, :-1])
     for each in (*cache.fork(2), cache):
         each.batch_repeat_interleave(4)
         assert torch.equal(model.generate(ids, **as_argument(each), **options), want)
@@ -284,8 +285,8 @@ def test_a_fork_before_the_first_token_and_in_inference_mode(model):
         fork = empty.fork()[0]
         inside = model(ids, **as_argument(fork)).logits[:, -1]
         again = fork.fork()[0]
-    assert torch.equal(_read(model, empty, ids), inside)
-    assert torch.equal(_read(model, empty, ids), _read(model, again, ids))  # writes to what was made inside
+    assert torch.equal(read(model, empty, ids), inside)
+    assert torch.equal(read(model, empty, ids), read(model, again, ids))  # writes to what was made inside
 
 
 def test_a_fork_of_no_rows(model):
@@ -295,7 +296,7 @@ def test_a_fork_of_no_rows(model):
         assert fork.packed_layers[0].batch_size == 0
         fork.reset()
         ids, _ = left_padded(1, 80)
-        assert torch.equal(_read(model, fork, ids), _read(model, filled_nothing(model, None), ids))
+        assert torch.equal(read(model, fork, ids), read(model, filled_nothing(model, None), ids))
 
 
 @pytest.mark.parametrize(
@@ -321,8 +322,50 @@ def test_a_fork_may_be_longer_or_shorter(model):
     cache = filled(model, max_cache_len=400)
     text = torch.randint(3, 160, (1, 20))
     short, long = cache.fork(max_cache_len=100)[0], cache.fork(max_cache_len=900)[0]
-    assert torch.equal(_read(model, short, text), _read(model, cache, text))
+    assert torch.equal(read(model, short, text), read(model, cache, text))
     with pytest.raises(ValueError, match="max_cache_len=100 is too small"):
-        _read(model, short, text)
-    _read(model, long, torch.randint(3, 160, (1, 700)))
+        read(model, short, text)
+    read(model, long, torch.randint(3, 160, (1, 700)))
     assert int(long.get_seq_length()) == 780
+
+
+# ---- forked and restored caches of every preset ---------------------------------------------------------------------
+
+
+#: presets whose formats and windows differ most; the others run in `make test-all`
+FAST = ("dense", "kivi-4-sink", "kitty", "eigen-2", "vecinfer-4", "kv8")
+LATENT = tuple(name for name in every_preset() if lb.get_preset(name).reading == "latent")
+SEPARATE = tuple(name for name in every_preset() if name not in LATENT)
+
+
+@pytest.fixture(scope="module")
+def latent_model():
+    return mla_models("deepseek_v2")[0]
+
+
+def go_on_alike(model, folder, make):
+    """Forks and restored caches, growing and preallocated: a text that fills pages, and a step after it."""
+    prompt, text = left_padded(1, 400)[0], left_padded(1, 200, seed=1)[0]
+    for length in (None, 800):
+        cache = make(length)
+        read(model, cache, prompt)
+        cache.save_pretrained(folder)
+        others = [*cache.fork(2), lb.LowBitCache.from_pretrained(folder, model, max_cache_len=length)]
+        for ids in (text, torch.tensor([[7]])):
+            want = read(model, cache, ids)
+            for other in others:
+                assert torch.equal(read(model, other, ids), want)
+    return cache
+
+
+@pytest.mark.parametrize("preset", [name if name in FAST else slow_case(name) for name in SEPARATE])
+def test_presets(model, preset, tmp_path):
+    spec = lb.get_preset(preset).spec()
+    given = {"parameters": random_parameters(model, spec)} if spec.parameters(64, 64, 2) else {}
+    cache = go_on_alike(model, tmp_path, lambda length: lb.from_preset(preset, model, max_cache_len=length, **given))
+    assert preset == "dense" or cache.nbytes.codes > 0, "nothing was packed"
+
+
+@pytest.mark.parametrize("preset", LATENT)
+def test_latents(latent_model, preset, tmp_path):
+    go_on_alike(latent_model, tmp_path, lambda length: lb.from_preset(preset, latent_model, max_cache_len=length))

@@ -1,7 +1,5 @@
 """Vision-language models on text and images: tokens and logits are those of transformers' own cache."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Models whose key biases are large: the warning, what it says, and where biases are found."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,8 +1,6 @@
 """Positions that a model keeps outside of its cache (`rope_deltas`): a cache knows those of its own text, whatever the model
 has read since."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -4,17 +4,7 @@ import re
 
 import pytest
 import transformers
-from models_page import (
-    FAMILIES,
-    PAGE,
-    ModelRow,
-    VisionRow,
-    examine,
-    examine_with_image,
-    reason,
-    render,
-    widths_and_preset,
-)
+from models_page import FAMILIES, PAGE, ModelRow, examine, examine_with_image, reason, render, widths_and_preset
 from tiny_architectures import names
 from tiny_vision import ARCHITECTURES
 
@@ -115,7 +105,7 @@ def test_equal_results_share_a_row_and_an_exception_is_named():
         ModelRow("d", "", why="something else"),
         ModelRow("e", "", why="not tried: took longer than 60 s"),
     ]
-    page = render(rows, [VisionRow("v", "1 of 6 layers", 4, "yes"), VisionRow("w", "", why="its logits differ by 1")])
+    page = render(rows, [ModelRow("v", "1 of 6 layers", "yes"), ModelRow("w", "", why="its logits differ by 1")])
     assert "2 of the 5 decoder architectures" in page
     assert "| every layer | norms, rotary | yes | `a`, `b` |" in page
     assert "work with all of them, except `b` (preallocated: logits differ)." in page
@@ -135,7 +125,7 @@ def test_vision_language_models_are_listed():
 def check_row_with_image(name):
     row = examine_with_image(name)
     assert WITH_IMAGES[name] == [row.served or f"no: {row.why}", row.generates]
-    assert row.tokens > 0
+    assert row.image_tokens > 0
 
 
 @installed

@@ -1,8 +1,6 @@
 """Memory runs out while a growing cache grows, at each allocation in turn: layers read back what they stored, and the next pass
 is refused as after any that was interrupted."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

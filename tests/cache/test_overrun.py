@@ -1,7 +1,5 @@
 """A preallocated cache that gets more tokens than it has room for says so, however it was overrun."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,11 +12,6 @@ from hf_lowbit_kv.cache.token_counts import FixedLength
 
 LOST = r"max_cache_len=100 was too small: (\d+) tokens of a row .* are lost"
 WAYS = [lambda cache: cache.summary(), lambda cache: cache.get_seq_length(), lambda cache: cache.nbytes]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_models("llama")[0]
 
 
 def overrun(model, tokens: int, preset: str = "kivi-2", **options) -> lb.LowBitCache:

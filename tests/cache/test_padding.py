@@ -1,7 +1,5 @@
 """What `crop` must know of padding, against all masks side by side."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

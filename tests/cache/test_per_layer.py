@@ -1,7 +1,5 @@
 """Choices for single layers, and parameters of layers, through a real cache."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

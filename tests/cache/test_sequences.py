@@ -3,8 +3,6 @@
 `SEQUENCES=n` runs n of them for each kind.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 

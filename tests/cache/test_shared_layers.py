@@ -1,8 +1,6 @@
 """Layers that attend to the keys and values of an earlier layer (Gemma 3n, Gemma 4): logits are those of transformers' own
 cache, whatever part of a prompt the later layers read, and nothing is stored before the last of them has attended."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 from fake_graph import in_place_of_graphs
+from marked import slow_case
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 import hf_lowbit_kv as lb
@@ -70,8 +69,9 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("max_cache_len", [None, 160])
-@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize(
+    ("max_cache_len", "chunk"), [(None, None), (160, 32), slow_case(None, 32), slow_case(160, None)]
+)
 def test_generate(name, max_cache_len, chunk):
     ours, _ = models(name)
     cache = lb.from_preset("dense", ours, max_cache_len=max_cache_len, **SMALL_PAGES)

@@ -1,7 +1,5 @@
 """Masks that hide stored tokens: what transformers' own caches make of them, or an error."""
 
-from __future__ import annotations
-
 import contextlib
 
 import mla_cases

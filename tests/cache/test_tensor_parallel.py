@@ -1,7 +1,5 @@
 """Tensor parallelism: two processes on a CPU, each with half of the KV heads, against one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """What `transformers_release` says of the installed transformers is what it does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import left_padded, tiny_models

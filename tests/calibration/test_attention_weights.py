@@ -1,12 +1,11 @@
 """What a token counts in a calibration: against the whole matrix of attention, in float64."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
 import torch
 from cases import tiny_models
+from number_text import Numbers
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -158,21 +157,17 @@ def test_covariances_and_steps_are_weighed():
 
 def test_short_windows_are_not_weighed_and_say_so():
     model, text = tiny_models("llama")[0], " ".join(str(3 + i * i * 7 % 147) for i in range(9000))
-
-    def tokenizer(text, **options):
-        return type("Ids", (), {"input_ids": torch.tensor([[int(word) for word in text.split()]])})
-
     options = {"samples": 2, "gradients": False, "progress": False}
     with pytest.warns(
         UserWarning, match="not weighted by the attention .*: windows of 1000 tokens are shorter than 1024"
     ):
-        short = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1000, **options)
+        short = lb.calibrate(model, Numbers(), [text], "eigen-2", length=1000, **options)
     assert short.source[0]["attention"] is False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        weighted = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1024, **options)
-        without = lb.calibrate(model, tokenizer, [text], "eigen-2", length=1024, attention=False, **options)
-        lb.calibrate(model, tokenizer, [text], "vecinfer-2", length=512, **(options | {"samples": 16}))
+        weighted = lb.calibrate(model, Numbers(), [text], "eigen-2", length=1024, **options)
+        without = lb.calibrate(model, Numbers(), [text], "eigen-2", length=1024, attention=False, **options)
+        lb.calibrate(model, Numbers(), [text], "vecinfer-2", length=512, **(options | {"samples": 16}))
     assert weighted.source[0]["attention"] is True
     assert without.source[0]["attention"] is False
     for name, tensor in weighted.tensors.items():

@@ -1,7 +1,5 @@
 """Calibration on a tiny model: what is made, what the file refuses, and where caches find it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib
@@ -18,7 +16,7 @@ from hf_lowbit_kv.cache import method_caches
 from hf_lowbit_kv.calibration import calibrate as calibrating
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
 from hf_lowbit_kv.calibration.calibrators import CodebookCalibrator, SmoothCalibrator
-from hf_lowbit_kv.calibration.kmeans import _lloyd, kmeans
+from hf_lowbit_kv.calibration.kmeans import ITERATIONS, _lloyd, kmeans
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.formats import Codebook
 from hf_lowbit_kv.storage import reference
@@ -340,3 +338,30 @@ def test_bundled_files_know_the_weights_that_they_were_made_for():
     files = sorted(calibration_lookup.bundled_folder().glob("*.safetensors"))
     assert files
     assert all(lb.Calibration.load(file).model["weights"] for file in files)
+
+
+# ---- Lloyd's algorithm as a GPU runs it, against closed forms -------------------------------------------------------
+
+
+def as_rows(x: torch.Tensor) -> list[list[float]]:
+    return sorted(x.tolist())
+
+
+def test_as_many_centroids_as_points_are_the_points():
+    x = torch.randn(6, 3)
+    assert as_rows(_lloyd(x, 6, 0, ITERATIONS)) == as_rows(x)
+
+
+def test_points_that_occur_often_take_one_centroid():
+    """Centroids without points begin again elsewhere."""
+    x = 10 * torch.eye(4)
+    for seed in range(5):
+        assert as_rows(_lloyd(x[[0, 0, 0, 0, 0, 1, 1, 2, 3]], 4, seed, ITERATIONS)) == as_rows(x)
+
+
+def test_centroids_are_means_of_the_points_nearest_to_them():
+    x = torch.randn(200, 2)
+    centroids = _lloyd(x, 5, 0, 200)
+    nearest = torch.cdist(x.double(), centroids.double()).argmin(1)
+    means = torch.stack([x[nearest == i].mean(0) for i in range(5)])
+    torch.testing.assert_close(centroids, means)

@@ -1,7 +1,5 @@
 """Files in the folders of calibrations: a damaged one is skipped and named, and used again once it is mended."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

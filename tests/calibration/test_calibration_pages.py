@@ -1,12 +1,11 @@
 """Calibration groups tokens by the page size of the spec that it is made for."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from cases import tiny_models
+from number_text import Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
@@ -17,11 +16,6 @@ from hf_lowbit_kv.calibration.calibrators import EigenCalibrator, StaticCalibrat
 
 PAGE_SIZES = (32, 64, 256)
 TEXT = " ".join(str(3 + i * i * 7 % 147) for i in range(6000))
-
-
-def tokenizer(text, **options):
-    """A token for each number."""
-    return type("Ids", (), {"input_ids": torch.tensor([[int(word) for word in text.split()]])})
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +29,7 @@ def spec_of(page_size, preset="eigen-2", **changes):
 
 def calibrate(model, specs, **options):
     options = {"samples": 4, "length": 512, "gradients": False, "attention": False, "progress": False, **options}
-    return lb.calibrate(model, tokenizer, [TEXT], specs, **options)
+    return lb.calibrate(model, Numbers(), [TEXT], specs, **options)
 
 
 def keys_of(model, windows):

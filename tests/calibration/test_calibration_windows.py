@@ -1,7 +1,5 @@
 """Texts of any length become windows; messages before a model reads them, and progress meanwhile."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import sys

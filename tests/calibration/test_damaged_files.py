@@ -3,8 +3,6 @@
 `test_calibration_files.py` has the cases that are known by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

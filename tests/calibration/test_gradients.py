@@ -1,7 +1,5 @@
 """Gradients for calibration: through queries that would read a key packed, and through no others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import tiny_models

@@ -1,7 +1,5 @@
 """`calibrate(offload=True)`: the same calibration, with less kept for the backward pass."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import tiny_models

@@ -1,10 +1,9 @@
 """A calibration belongs to its model's weights: a fine-tune, an adapter, one changed projection are other weights."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 
+import peft
 import pytest
 import torch
 from cases import left_padded, tiny_config, tiny_models
@@ -21,8 +20,6 @@ from hf_lowbit_kv.calibration_files.model_description import describe_model, dif
 from hf_lowbit_kv.eval.weight_quantization import SIXTEEN_BITS, WEIGHT_QUANTIZATIONS, load_quantized
 
 pytestmark = pytest.mark.host
-#: PEFT asks for an attribute that the newest transformers deprecates
-PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 #: separate projections; with biases; with norms of queries and keys; one projection for all; sliding layers between
 FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"]
@@ -161,10 +158,8 @@ def test_layers_that_evaluate_their_weights(llama):
     assert difference(before, described(model)) == "v_proj.weight of layer 0 has other numbers"
 
 
-@PEFT
 @pytest.mark.parametrize("target", ["q_proj", "k_proj", "v_proj"])
 def test_adapters_count_where_they_are_active(target, llama):
-    peft = pytest.importorskip("peft")
     before, model = described(llama), copy.deepcopy(llama)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=[target], init_lora_weights=False)

@@ -1,7 +1,5 @@
 """The command line: what it prints, and what it says when it cannot."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util
@@ -28,27 +26,12 @@ from hf_lowbit_kv.eval.preset_search import Budget
 from hf_lowbit_kv.formats import boosted
 
 DEMO_FIELDS = {
-    "preset",
-    "text",
-    "same_answer",
-    "agreeing_tokens",
-    "bits_per_value",
-    "kv_bytes",
-    "kv_bytes_full",
+    *("preset", "text", "same_answer", "agreeing_tokens", "bits_per_value", "kv_bytes", "kv_bytes_full"),
     "seconds",
 }
 RECOMMEND_FIELDS = {
-    "preset",
-    "same_as",
-    "bits_per_value",
-    "bytes",
-    "bytes_full",
-    "kl",
-    "kl_error",
-    "kl_p99",
-    "top1",
-    "ppl",
-    "ppl_full",
+    *("preset", "same_as", "bits_per_value", "bytes", "bytes_full", "kl", "kl_error", "kl_p99", "top1"),
+    *("ppl", "ppl_full"),
 }
 RECOMMEND_FIELDS |= {"code", "calibrated"}
 PROMPT = " ".join(str(i * i % 101) for i in range(300))
@@ -294,18 +277,8 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert code == 0
     assert [row["preset"] for row in rows] == ["dense", "kivi-2"]
     assert set(rows[0]) == {
-        "preset",
-        "bits_per_value",
-        "bits_per_value_32k",
-        "positions",
-        "ppl",
-        "ppl_full",
-        "kl",
-        "kl_error",
-        "kl_p99",
-        "kl_p999",
-        "top1",
-        "by_position",
+        *("preset", "bits_per_value", "bits_per_value_32k", "positions", "ppl", "ppl_full", "kl"),
+        *("kl_error", "kl_p99", "kl_p999", "top1", "by_position"),
     }
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
     code, out, _ = run("eval", "perplexity", "--preset", "dense", "--by-position", *options)
@@ -348,19 +321,8 @@ def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, 
     text, other = tmp_path / "numbers.txt", tmp_path / "others.txt"
     text.write_text(PROMPT + " " + PROMPT, encoding="utf-8")
     other.write_text(" ".join(str(i * i * i % 97) for i in range(5000)), encoding="utf-8")
-    options = [
-        "--bits",
-        3,
-        "--model",
-        tiny_model,
-        "--text",
-        text,
-        "--tokens",
-        530,
-        "--preset",
-        "kivi-2,eigen-2",
-        "--json",
-    ]
+    options = ["--model", tiny_model, "--text", text, "--tokens", 530, "--preset", "kivi-2,eigen-2"]
+    options += ["--bits", 3, "--json"]
     code, _, err = run("recommend", *options)
     assert code == 1
     assert "needs a calibration" in " ".join(err.split())

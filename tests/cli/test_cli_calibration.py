@@ -1,7 +1,6 @@
 """The command `calibrate`: what could go wrong at the end is looked at before the start, and what was made is kept."""
 
-from __future__ import annotations
-
+import functools
 import importlib.metadata
 import os
 import re
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from cases import tiny_models
-from command_line import commands
+from command_line import call, commands
+from number_text import Numbers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -21,7 +21,6 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
-from hf_lowbit_kv.cli import main
 from hf_lowbit_kv.cli import setup_commands as command
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 
@@ -175,11 +174,6 @@ def test_a_folder_that_is_not_there_is_made_and_nothing_left_in_it(calibrate, mo
 # ---- before the model reads ------------------------------------------------------------------------------------------
 
 
-def tokenizer(text, **options):
-    """A token for each number."""
-    return type("Ids", (), {"input_ids": torch.tensor([[int(word) for word in text.split()]])})
-
-
 @pytest.fixture
 def idle(model):
     """A model that must not read anything."""
@@ -191,15 +185,15 @@ def idle(model):
 def test_faiss_is_looked_for_before_the_model_reads(idle, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(ImportError, match=r"needs faiss: pip install 'hf-lowbit-kv\[calibrate\]'"):
-        lb.calibrate(idle, tokenizer, [NUMBERS], "vecinfer-2", samples=2, length=256)
+        lb.calibrate(idle, Numbers(), [NUMBERS], "vecinfer-2", samples=2, length=256)
 
 
 def test_too_little_text_for_codebooks_or_gradients_is_noticed_before_the_model_reads(idle):
     # of 4 pages, 2 may hold sinks: 128 tokens of 8 sub-vectors in each of the others
     with pytest.raises(ValueError, match=r"layer 0, keys, vq-d8b12: 2048 sub-vectors are too few for 4096 centroids"):
-        lb.calibrate(idle, tokenizer, [NUMBERS], "vecinfer-1.25", samples=2, length=256, per_head=True)
+        lb.calibrate(idle, Numbers(), [NUMBERS], "vecinfer-1.25", samples=2, length=256, per_head=True)
     with pytest.raises(ValueError, match="too short for gradients: 300 tokens, and 512 are needed"):
-        lb.calibrate(idle, tokenizer, [" ".join(NUMBERS.split()[:300])], "eigen-2", length=256, samples=1)
+        lb.calibrate(idle, Numbers(), [" ".join(NUMBERS.split()[:300])], "eigen-2", length=256, samples=1)
 
 
 # ---- when saving fails ------------------------------------------------------------------------------------------------
@@ -282,32 +276,17 @@ def test_no_place_at_all(calibrate, model, tmp_path, monkeypatch):
 # ---- the whole command -----------------------------------------------------------------------------------------------
 
 
-def run(*arguments) -> int:
-    with pytest.raises(SystemExit) as error:
-        main([str(argument) for argument in arguments])
-    return error.value.code or 0
-
-
 def test_the_whole_command_twice(model_folder, text, user_folder, capsys):
     """The first call writes to the default place; a damaged file there stops the second at once."""
-    arguments = (
-        "calibrate",
-        "-p",
-        "eigen-2",
-        "--no-gradients",
-        "--no-attention",
-        "--model",
-        model_folder,
-        "--text",
-        text,
-    )
-    assert run(*arguments, "--length", 256, "--samples", 4) == 0
+    options = ("--no-gradients", "--no-attention", "--model", model_folder, "--text", text)
+    run = functools.partial(call, capsys, "calibrate", "-p", "eigen-2", *options)
+    code, _, err = run("--length", 256, "--samples", 4)
     (path,) = visible(user_folder)
-    assert re.sub(r"\s", "", str(path)) in re.sub(r"\s", "", capsys.readouterr().err)
+    assert (code, re.sub(r"\s", "", str(path)) in re.sub(r"\s", "", err)) == (0, True)
     assert path.name.startswith(f"{model_folder.name}-")
     truncated(path)
-    assert run(*arguments) == 1
-    assert "nothing can be added to it" in capsys.readouterr().err
+    code, _, err = run()
+    assert (code, "nothing can be added to it" in err) == (1, True)
 
 
 # ---- the option of the other commands --------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """`hf-lowbit-kv doctor`: what it reports, what it finds missing, and that it notices a backend that computes something else."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """`--json` of every command: one valid JSON document on standard output, and nothing else. What help says of extras."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import importlib.util

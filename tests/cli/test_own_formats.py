@@ -1,7 +1,5 @@
 """Formats of the user's own, seen by the command: `--import FILE`, and the entry points of installed packages."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -3,8 +3,6 @@
 What needs no GPU is in `test_cuda_without_gpu`, and in `test_cuda_emulated`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -13,7 +11,7 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cases import tiny_models
-from cuda_cases import GPU, LONG_CHUNKS, check_long_chunk, fragment
+from cuda_cases import LONG_CHUNKS, check_long_chunk, fragment
 from fp8_rows import SPECIAL, check_special_rows
 from gpu_selection import in_every_run, is_stored_in_every_run
 from kernel_cases import Case, filled, generator, random_step
@@ -37,8 +35,6 @@ from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
-
 
 @pytest.fixture
 def launch(monkeypatch):
@@ -60,7 +56,6 @@ def _half(cases):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     "case",
     [case if in_every_run(case) else slow_case(case) for case in _half([*SMALL, *matrix(), *static_attends()])],
@@ -71,27 +66,23 @@ def test_attend(case, launch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", GPU_SPREAD, ids=str)
 def test_scales_of_all_sizes(case, launch):
     kernels.check_attend(fragment(case))
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
 def test_constant_rows(case, launch):
     check_constant_rows(kernels.attend_poisoned, fragment(case), "cuda", kernels.SEED)
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
     check_heavy_token(kernels.attend_poisoned, fragment(dataclasses.replace(HEAVY_TOKEN, lengths=(1 << 16,))), "cuda")
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
@@ -105,7 +96,6 @@ def test_store(case, chunks, launch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_rows(case, launch):
     check_special_rows(launch.OPERATIONS.append, fragment(case), "cuda", generator(case, kernels.SEED))
@@ -138,14 +128,12 @@ SHAPES = [
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_shapes(case, launch):
     kernels.check_attend(fragment(case))
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", LONG_CHUNKS, ids=str)
 def test_long_chunks_without_triton(case, launch, monkeypatch):
     check_long_chunk(case, launch, monkeypatch)
@@ -153,7 +141,6 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
 
 @pytest.mark.begins_first
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     ("head_dim", "score"),
     [
@@ -185,7 +172,6 @@ def test_boosted_pages(head_dim, score, launch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_repeated_launches_agree(launch):
     """Blocks leave their counters as they found them, and nothing races: the same step gives the same up to rounding."""
     case = fragment(Case(head_dim=128, page_size=128, residual=128, lengths=(9000, 3000, 40, 12000)))
@@ -198,7 +184,6 @@ def test_repeated_launches_agree(launch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("asked", ["variable", "torch"])
 def test_fixed_order(asked, launch, monkeypatch):
     if asked == "variable":
@@ -213,7 +198,6 @@ def test_fixed_order(asked, launch, monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("options", GRAPHS, ids=str)
 def test_graph(options, launch, monkeypatch):
     monkeypatch.setattr(kernels, "Case", lambda **options: fragment(Case(**options)))
@@ -221,21 +205,18 @@ def test_graph(options, launch, monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", transformed(), ids=str)
 def test_attend_transformed(case, launch):
     kernels.check_attend_transformed(fragment(case))
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("options", [x for x in TRANSFORMS if x[1] != torch.float32], ids=str)
 def test_transform(options, launch):
     kernels.check_transform(*options)
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_float32(launch):
     case = fragment(Case(dtype=torch.float32))
     with pytest.raises(ValueError, match=r"float16 and bfloat16.*float32"):
@@ -257,7 +238,6 @@ def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, preset: str,
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 300}], ids=["growing", "preallocated"])
 @pytest.mark.parametrize(("family", "preset"), [("llama", "kivi-4"), ("qwen3", "kivi-4"), ("llama", "kitty-hadamard")])
 def test_model(family, preset, options, launch):

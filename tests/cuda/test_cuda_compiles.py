@@ -5,8 +5,6 @@ Which kernels those are is not written down here: each preset's layer takes step
 is recorded instead of launched. Latents: `test_cuda_latent_compiles`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The CUDA kernels without a GPU: the checks of `kernel_checks`, on kernels compiled for the CPU (`cuda_emulator`)."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 

@@ -1,8 +1,6 @@
 """The CUDA kernels for `formats.fp8` and `formats.fp8_centered`, emulated: by the instruction that converts e4m3 (sm89 and
 later), and by moving bits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """NVRTC compiles the latent kernels without a GPU: the kernel for each number of heads, and the reports of ptxas."""
 
-from __future__ import annotations
-
 import heapq
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The wide latent kernel (`wgmma`): on a Hopper GPU where there is one, else compiled for the CPU (`cuda_emulator`)."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -84,7 +82,6 @@ def test_queries_of_all_sizes(case, kernels):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("heads", [16, 32, 64, 128])
 def test_attend_at_deepseek_sizes(heads, tokens, kernels):

@@ -1,7 +1,5 @@
 """Sizes that Python and C++ both compute (shared memory, arguments, parts of a page), and GPUs with less shared memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import cuda_emulator
@@ -51,8 +49,9 @@ def attend_defines(case: Case, shared: int) -> tuple[tuple[str, str], ...]:
 )
 def test_sizes_in_python_and_cpp_agree(case, shared):
     assert compiler_errors("attend.cu", attend_defines(case, shared)) == ""
-    case = fragment(case)
-    assert compiler_errors("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype)) == ""
+    if shared == SHARED["H100"]:  # which storing does not depend on
+        case = fragment(case)
+        assert compiler_errors("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype)) == ""
 
 
 @pytest.mark.parametrize("name", ["SHARED_BYTES", "ARGUMENT_BYTES", "APPEND_ARGUMENT_BYTES", "VALUE_AT"])

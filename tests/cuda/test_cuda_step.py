@@ -1,17 +1,15 @@
 """A decode step in one launch of the CUDA kernels, on a GPU: outputs, every byte stored, and counters (without a GPU:
 `test_cuda_emulated`)."""
 
-from __future__ import annotations
-
 import kernel_checks as kernels
 import pytest
 import torch
-from cuda_cases import GPU, fragment
+from cuda_cases import fragment
 from kernel_cases import Case, check_steps
 from kernel_matrix import EIGEN_2, EIGEN_3, GRAPHS
 from marked import slow_case
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 STEPS = 140  # more than a page has tokens
 FORMATS = [

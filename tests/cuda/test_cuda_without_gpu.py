@@ -1,7 +1,5 @@
 """The CUDA backend where no GPU is: bad input, which backend is chosen, and what NVRTC makes of the sources."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

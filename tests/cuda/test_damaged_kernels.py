@@ -3,8 +3,6 @@
 NVRTC is a fake.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiled CUDA kernels on disk: whose they may be, and what becomes of unusable ones. NVRTC and driver are fakes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

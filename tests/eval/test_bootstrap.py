@@ -1,7 +1,5 @@
 """Standard errors against closed forms."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

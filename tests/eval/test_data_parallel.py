@@ -1,7 +1,5 @@
 """Evaluation shared by several processes: the figures are those of one process, and one process writes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

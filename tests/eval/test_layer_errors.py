@@ -1,7 +1,5 @@
 """Errors of single layers, on a tiny random model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import tiny_models

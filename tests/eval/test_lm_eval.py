@@ -1,7 +1,5 @@
 """The model type `hf-lowbit` in lm-eval. The command and the offline tasks: `test_lm_eval_run`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

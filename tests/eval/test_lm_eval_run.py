@@ -1,7 +1,5 @@
 """`hf-lowbit-kv eval lm-eval` and its offline tasks. The model type: `test_lm_eval`."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """`hf_lowbit_kv.eval.needle`: where the fact is, what counts as found, and what the heat maps show."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,20 +15,8 @@ from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.needle import Needle, check_picture, clean, draw, heat_map, prompt, run, steps
 
 WORDS = (
-    "Some",
-    "words",
-    "stand",
-    "here.",
-    "Others",
-    "there.",
-    "the",
-    "secret",
-    "code",
-    "of",
-    "is",
-    "What",
-    "?",
-    "Answer:",
+    *("Some", "words", "stand", "here.", "Others", "there.", "the", "secret", "code", "of", "is", "What"),
+    *("?", "Answer:"),
 )
 
 

@@ -1,7 +1,5 @@
 """`hf_lowbit_kv.eval.perplexity` on a tiny random model: what it must say of caches whose error is known."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

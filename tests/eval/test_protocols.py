@@ -1,7 +1,5 @@
 """The evaluations that papers report, on small substitutes for their data."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

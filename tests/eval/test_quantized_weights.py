@@ -1,8 +1,6 @@
 """`hf_lowbit_kv.eval.quantized_weights`, on weights that a fake quantizes; torchao's and bitsandbytes' own:
 `tests/generation/test_weights_below_16_bits.py`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

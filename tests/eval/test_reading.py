@@ -1,7 +1,5 @@
 """`hf_lowbit_kv.eval.chunked_reader`: log-likelihoods through a cache are those of decoding, whatever is shared and batched."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

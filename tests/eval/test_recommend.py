@@ -1,8 +1,6 @@
 """`recommend`: budgets by arithmetic, the best by measurement. The picture of bits and KL: which points no other beats, and
 where names stand."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The boosted format against what it is defined by, channel by channel, and what it costs and gives."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

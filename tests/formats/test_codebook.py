@@ -1,7 +1,5 @@
 """Vector quantization against closed forms: round trips, packing, and the nearest entry by brute force in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

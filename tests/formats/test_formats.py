@@ -1,7 +1,5 @@
 """Formats against closed forms: what may a page's reconstruction differ by."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

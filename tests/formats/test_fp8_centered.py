@@ -1,7 +1,5 @@
 """FP8 keys with a center for each channel of a page: against the definition, and beside plain FP8 on biased keys."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

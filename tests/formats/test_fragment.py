@@ -1,7 +1,5 @@
 """Pages in the order in which tensor cores take them: the same numbers, and the words the layout's description names."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

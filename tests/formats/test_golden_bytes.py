@@ -1,8 +1,6 @@
 """Packed bytes of every preset, and of formats that no preset has twice, in both layouts, are what they were:
 `golden_bytes.json` holds their hashes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

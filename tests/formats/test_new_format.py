@@ -1,7 +1,5 @@
 """Formats and a transform that exist only in tests, to show what adding one takes: a class, and a line in the registry."""
 
-from __future__ import annotations
-
 import copy
 import os
 

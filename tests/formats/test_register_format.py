@@ -1,7 +1,5 @@
 """Formats and presets that a user adds from outside."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

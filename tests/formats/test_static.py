@@ -1,7 +1,5 @@
 """Codes with static steps (`formats.static`), the transform in front of them, and the calibration of both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import left_padded, tiny_models

@@ -1,7 +1,5 @@
 """Values on the path of a trellis: levels and chains against the definition, the search against all paths."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

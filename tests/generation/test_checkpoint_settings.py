@@ -1,7 +1,5 @@
 """Settings of caches that a checkpoint's generation configuration carries, and texts that come as embeddings."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The decode step of the preallocated mode: one graph, no break, no recompilation, nothing copied."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.testing

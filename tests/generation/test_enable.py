@@ -1,7 +1,5 @@
 """`lb.enable`: every `generate` call of a model, and pipelines, decode with a low-bit cache."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 
@@ -23,11 +21,6 @@ def model():
     model = tiny_models("llama")[1]
     yield model
     lb.release(model)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    return in_place_of_graphs(monkeypatch)
 
 
 def written(model, **options):

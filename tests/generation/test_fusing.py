@@ -4,18 +4,17 @@ Recorded steps with pieces fused are in `test_fusing_gpu.py`. Here steps run eag
 processes of their own (see `test_kernels`), and recorded with only norms, which need no kernels of ours.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from typing import ClassVar
 
 import kernel_checks as kernels
 import mla_cases
+import peft
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from fake_graph import FakeGraph, in_place_of_graphs
+from fake_graph import FakeGraph
 from generation_cases import ours
 from interpreted import run_part
 from torch import nn
@@ -28,7 +27,6 @@ from hf_lowbit_kv.generation.piece_finder import find_pieces
 from hf_lowbit_kv.triton_kernels import common, fused_products
 
 pytestmark = pytest.mark.host
-PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 #: family -> what is fused, and of how many: norms, rotary, gate, products
 FOUND = {
@@ -167,10 +165,8 @@ def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
 
 
 @kernels.needs_interpreter
-@PEFT
 def test_small_adapters(model):
     """A group with an adapter stays plain, the others are fused; a gate between adapters is fused separately."""
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         target_modules=["layers.1.self_attn.k_proj", "layers.0.mlp.up_proj"],
         modules_to_save=["model.norm"],
@@ -517,11 +513,6 @@ def test_other_threads_get_the_modules_own_forward(model, monkeypatch):
 
 
 # ---- recorded, with fake graphs: only norms are fused --------------------------------------------------------------------
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    return in_place_of_graphs(monkeypatch)
 
 
 def summary_of(out):

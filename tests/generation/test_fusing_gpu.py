@@ -1,7 +1,5 @@
 """Recorded steps with fused pieces on a GPU: what is fused, how exact it is, and that nothing else changes."""
 
-from __future__ import annotations
-
 import mla_cases
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """`generate()` in every mode: the `dense` format gives the tokens of the stock cache, every other the tokens of its rows."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings

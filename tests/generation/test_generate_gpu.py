@@ -4,8 +4,6 @@ The kernels compute in 16 bits, where two likeliest tokens can be too close to c
 long as the tokens are the same; where they part, the logits that they were chosen by must still agree.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

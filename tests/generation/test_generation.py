@@ -1,7 +1,5 @@
 """`lb.generate`: what `model.generate` gives with a growing cache, from a cache that is kept, and steps that do not wait."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.utils
@@ -14,18 +12,6 @@ from hf_lowbit_kv.generation import call_options, compiling
 from hf_lowbit_kv.generation.kept_caches import kept_caches
 
 pytestmark = pytest.mark.host
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_models("llama")[0]
-
-
-@pytest.fixture(autouse=True)
-def _forget(request):
-    yield
-    if "model" in request.fixturenames:
-        lb.release(request.getfixturevalue("model"))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,7 +1,5 @@
 """Compiled steps of `lb.generate` on a GPU: one graph a step, steps that do not wait, the eager tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch._dynamo.utils

@@ -1,8 +1,6 @@
 """Rotary embeddings that change with the length. What this package reads in parts equals the text that is read whole. What the
 user reads in parts equals transformers' cache read in the same parts, with a warning."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,8 +1,6 @@
 """A model that its user loaded as always: `lb.generate` selects the attention implementation for its calls, and what it
 returns is not slow without a word."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

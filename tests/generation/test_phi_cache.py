@@ -1,8 +1,6 @@
 """Phi's models drop a cache whose text grows beyond `original_max_position_embeddings`. `lb.generate` and `lb.enable` keep it.
 Every step gives what the whole text gives that is read without a cache."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 
@@ -12,6 +10,7 @@ from cases import tiny_models
 from chat_cases import tokenizer_of, words
 from fake_graph import READS, FakeGraph
 from length_rope_cases import LIMIT, PHI, error, ids_of, left_padding, phi_models
+from marked import slow_case
 from transformers import DynamicCache, modeling_rope_utils
 
 import hf_lowbit_kv as lb
@@ -48,8 +47,13 @@ def passes_of(model, seen):
     )
 
 
-@pytest.mark.parametrize("entry", ["generate", "enable"])
-@pytest.mark.parametrize("tokens", [60, LIMIT - 5, LIMIT, LIMIT + 1, 150])
+@pytest.mark.parametrize(
+    ("entry", "tokens"),
+    [
+        *(("generate", tokens) for tokens in (60, LIMIT - 5, LIMIT, LIMIT + 1, 150)),
+        *(("enable", LIMIT - 5), slow_case("enable", LIMIT), slow_case("enable", 150)),
+    ],
+)
 def test_every_step_is_that_of_the_whole_text(models, tokens, entry):
     ours, theirs = models
     prompt = left_padding(ids_of(tokens), [0])

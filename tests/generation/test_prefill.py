@@ -1,7 +1,5 @@
 """How `generate` reads a prompt: whole, in chunks, or in the largest chunks that fit, with a memory that the tests make up."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
@@ -39,11 +37,6 @@ class FakeMemory:
         call()
         (_, tokens), (_, past) = self.chunks[before], self.pasts[before]
         return int(self.need.whole(tokens) + (self.need.stored if past else 0))
-
-
-@pytest.fixture
-def model():
-    return tiny_models("llama")[0]
 
 
 @pytest.fixture

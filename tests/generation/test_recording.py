@@ -4,17 +4,16 @@ Graphs are fakes (`fake_graph.py`): operations at fixed addresses, no Python. Wh
 `test_recording_gpu.py`.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
 
+import peft
 import pytest
 import torch
 import transformers
 from cases import continued, left_padded, tiny_models
-from fake_graph import READS, FakeGraph, in_place_of_graphs
+from fake_graph import READS, FakeGraph
 from generation_cases import GREEDY, MODES, Collect, eager, ours, turns
 from marked import newest_case
 from packaging.version import Version
@@ -24,24 +23,9 @@ from hf_lowbit_kv.generation import decoding_loop, recording
 from hf_lowbit_kv.triton_kernels import determinism
 
 pytestmark = pytest.mark.host
-#: PEFT asks for an attribute that the newest transformers deprecates
-PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 #: families whose steps are recorded; docs/dev/recording.md has the table
 RECORDED = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3_next", "lfm2")
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that were made since."""
-    return in_place_of_graphs(monkeypatch)
-
-
-@pytest.fixture
-def model():
-    model = tiny_models("llama")[0]
-    yield model
-    lb.release(model)
 
 
 def replays(graphs):
@@ -171,9 +155,7 @@ def test_weights_changed_in_place_need_no_recording(model, graphs):
     assert not torch.equal(after, before)
 
 
-@PEFT
 def test_adapters(model, graphs):
-    peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config).eval()
     wrapped.add_adapter("other", config)
@@ -192,9 +174,7 @@ def test_adapters(model, graphs):
     assert torch.equal(ours(wrapped, ids, mask), eager(wrapped, ids, mask))
 
 
-@PEFT
 def test_prompt_learning_is_refused(model):
-    peft = pytest.importorskip("peft")
     wrapped = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ValueError, match="adapter 'default' is not supported: it puts tokens of its own"):
         lb.generate(wrapped, left_padded(1, 9)[0], max_new_tokens=3)

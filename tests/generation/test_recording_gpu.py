@@ -1,7 +1,5 @@
 """Recorded steps on a GPU: the eager tokens, one graph a step, nothing waited for, memory given back."""
 
-from __future__ import annotations
-
 import gc
 
 import mla_cases
@@ -67,16 +65,8 @@ def recordings(cache) -> int:
 
 #: a preset of each kind, and those that Triton's kernels have in every run, too
 CHOSEN = (
-    "dense",
-    "kivi-2-sink",
-    "kivi-4",
-    "kivi-2-hadamard",
-    "int8",
-    "int6",
-    "kitty",
-    "kitty-hadamard",
-    "vecinfer-2",
-    "eigen-2",
+    *("dense", "kivi-2-sink", "kivi-4", "kivi-2-hadamard", "int8", "int6", "kitty", "kitty-hadamard"),
+    *("vecinfer-2", "eigen-2"),
 )
 CHOSEN += ("fp8", "snapmla", "mla")
 IN_FLOAT32 = ("kivi-4", "kivi-2-hadamard", "mla")

@@ -12,8 +12,6 @@ collects garbage, and memory is measured. The first third of the rounds warms up
 the last third exceeds its maximum in the second third by more than `ALLOWED`.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

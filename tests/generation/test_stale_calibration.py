@@ -1,7 +1,5 @@
 """Kept caches follow the calibration in force: another one is noticed in the next call, the same one is not read again."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -31,13 +29,6 @@ def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
     monkeypatch.setattr(process_stamps, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
-
-
-@pytest.fixture
-def model():
-    model = tiny_models("llama")[0]
-    yield model
-    lb.release(model)
 
 
 def factors(number: float) -> torch.Tensor:

@@ -1,12 +1,10 @@
 """Weights of MLA models that change while caches, recordings and compiled steps are kept: the next step multiplies with the
 new ones. The truth is the same model with transformers' own cache."""
 
-from __future__ import annotations
-
+import peft
 import pytest
 import torch
 import torch._dynamo.utils
-from fake_graph import in_place_of_graphs
 from mla_cases import DENSE_MLP, GREEDY, attentions, prompt, tiny_models
 from transformers import CompileConfig, LogitsProcessor
 from wrapped_linears import Adapted, Int8Linear
@@ -16,15 +14,7 @@ from hf_lowbit_kv.cache import latent_attention
 from hf_lowbit_kv.storage.process_stamps import ModuleStamp
 
 pytestmark = pytest.mark.host
-#: PEFT asks for an attribute that the newest transformers deprecates
-PEFT = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 NEW_TOKENS = 12
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that were made since."""
-    return in_place_of_graphs(monkeypatch)
 
 
 def quantized():
@@ -143,9 +133,7 @@ def test_quantized_weights_get_an_adapter_and_lose_it(graphs):
     lb.release(model)
 
 
-@PEFT
 def test_adapters_merged_and_unmerged(graphs):
-    peft = pytest.importorskip("peft")
     model, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
     inputs = prompt()
     config = peft.LoraConfig(target_modules=["kv_b_proj"], init_lora_weights=False, lora_alpha=64)

@@ -1,19 +1,15 @@
 """What of transformers is overridden, on which object, and for how long; what is slower where transformers has other names."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import MethodType
 
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, ours
+from processes import printed_in_forks
 from transformers import DynamicCache, GenerationConfig
 
 import hf_lowbit_kv as lb
@@ -25,6 +21,7 @@ pytestmark = pytest.mark.host
 
 STEPPING = ("_valid_auto_compile_criteria", "get_compiled_call")
 ENABLING = ("generate", "_prepare_cache_for_generation")
+SUPPORT = str(Path(__file__).parents[1] / "support")
 
 IMPORT = """
 import sys, types
@@ -89,7 +86,7 @@ rename(PreTrainedModel, "get_compiled_call")
 rename(utils, "DeferredStopCheck")
 
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, SUPPORT)
 from cases import tiny_models
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import decoding_loop as stepping, recording
@@ -115,29 +112,12 @@ except ValueError as error:
 """
 
 
-FORKS = """
-import os, sys
-import torch, transformers.modeling_utils  # once: these imports take longer than what is run
-for name, code in zip(sys.argv[2::2], sys.argv[3::2]):
-    if os.fork() == 0:
-        with open(name, "w") as out:
-            os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
-        exec(code, {"__name__": "__main__"})
-        print("done", flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def printed():
     """What `IMPORT` and `RENAMED` print in processes of their own, which have not imported the package before."""
-    folder = tmp_path_factory.mktemp("printed")
-    programs = {str(folder / name): code for name, code in (("import", IMPORT), ("renamed", RENAMED))}
-    support = str(Path(__file__).parents[1] / "support")
-    arguments = [each for program in programs.items() for each in program]
-    subprocess.run([sys.executable, "-c", FORKS, support, *arguments], timeout=300)
-    return [Path(name).read_text() for name in programs]
+    return printed_in_forks(
+        "import torch, transformers.modeling_utils", IMPORT, RENAMED.replace("SUPPORT", repr(SUPPORT))
+    )
 
 
 @pytest.mark.newest
@@ -170,11 +150,6 @@ def models():
     yield models
     for model in models:
         lb.release(model)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    return in_place_of_graphs(monkeypatch)
 
 
 @pytest.mark.usefixtures("graphs")

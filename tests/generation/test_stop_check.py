@@ -1,7 +1,5 @@
 """The stop check that does not wait: only for the cache of a call, in its thread, and it leaves no trace."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,13 +16,6 @@ from hf_lowbit_kv.generation import decoding_loop
 pytestmark = pytest.mark.host
 
 CUDA = torch.device("cuda")
-
-
-@pytest.fixture
-def model():
-    model = tiny_models("llama")[0]
-    yield model
-    lb.release(model)
 
 
 def preallocated(family="llama"):

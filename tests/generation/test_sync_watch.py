@@ -3,8 +3,6 @@
 PyTorch's mode is a fake: what warns on a GPU is in `test_threads.py` and `test_recording_gpu.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 import warnings

@@ -3,8 +3,6 @@
 On a CPU graphs are fakes (`fake_graph.py`); the cases marked `gpu` record in CUDA graphs.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 They are recorded, and the report says why products are not fused. The truth is the quantized model with transformers' cache.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,8 +1,6 @@
 """Every example of README and of the pages runs: Python and shell, on tiny models of the named architecture. So does every
 notebook."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import inspect

@@ -1,7 +1,5 @@
 """What is imported when: the package and the command's help must not wait for torch and transformers."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess
@@ -9,20 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import printed_in_forks
 
 import hf_lowbit_kv as lb
 
 ROOT = Path(__file__).resolve().parents[2]
 #: packages that take long to import
 SLOW = {
-    "torch",
-    "transformers",
-    "numpy",
-    "triton",
-    "accelerate",
-    "datasets",
-    "lm_eval",
-    "safetensors",
+    *("torch", "transformers", "numpy", "triton", "accelerate", "datasets", "lm_eval", "safetensors"),
     "huggingface_hub",
 }
 
@@ -69,33 +61,20 @@ def test_help_and_presets_import_neither_torch_nor_transformers():
     assert run(COMMANDS, json.dumps(sorted(SLOW)), json.dumps(lines)) == {}
 
 
-def test_the_package_adds_few_modules_to_torch_and_transformers():
-    program = (
-        "import json, sys, torch, transformers\nbefore = set(sys.modules)\nimport hf_lowbit_kv\n"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
-    )
-    added = run(program)
-    assert "hf_lowbit_kv.cache.registration" in added
-    assert len(added) < 20
-    single = run("import json, sys, hf_lowbit_kv\nprint(json.dumps(sorted(sys.modules)))")
-    assert not SLOW & set(single)
-
-
-def test_the_attention_function_does_not_bring_torchs_compiler():
-    program = (
-        "import json, sys\nimport hf_lowbit_kv.cache.attention_function\n"
-        "print(json.dumps(sorted(sys.modules.keys() & {'torch', 'torch._dynamo', 'transformers.modeling_utils'})))"
-    )
-    assert run(program) == ["torch"]
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("first", ["hf_lowbit_kv", "transformers.modeling_utils"])
-def test_the_attention_implementation_is_registered_whatever_is_imported_first(first):
-    program = f"""
+ADDED = """
+import json, sys, transformers
+before = set(sys.modules)
+import hf_lowbit_kv
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+ATTENTION = """
+import json, sys
+import hf_lowbit_kv.cache.attention_function
+print(json.dumps(sorted(sys.modules.keys() & {'torch', 'torch._dynamo', 'transformers.modeling_utils'})))
+"""
+REGISTERED = """
 import importlib, json, sys
-finders = list(sys.meta_path)
-for name in sorted(["hf_lowbit_kv", "transformers.modeling_utils"], key=lambda name: name != {first!r}):
+for name in sorted(["hf_lowbit_kv", "transformers.modeling_utils"], key=lambda name: name != FIRST):
     importlib.import_module(name)
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from hf_lowbit_kv.cache.attention_function import lowbit_attention, lowbit_mask
@@ -110,7 +89,31 @@ print(json.dumps([
     len(watching),
 ]))
 """
-    assert run(program) == ["lowbit_kv", True, True, 0]
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What `ADDED`, `ATTENTION` and, for either order, `REGISTERED` print after torch is imported."""
+    orders = (REGISTERED.replace("FIRST", repr(name)) for name in ("hf_lowbit_kv", "transformers.modeling_utils"))
+    texts = printed_in_forks("import torch", ADDED, ATTENTION, *orders)
+    assert [text.splitlines()[-1:] for text in texts] == [["done"]] * 4, texts
+    return [json.loads(text.splitlines()[-2]) for text in texts]
+
+
+def test_the_package_adds_few_modules_to_torch_and_transformers(printed):
+    assert "hf_lowbit_kv.cache.registration" in printed[0]
+    assert len(printed[0]) < 20
+    single = run("import json, sys, hf_lowbit_kv\nprint(json.dumps(sorted(sys.modules)))")
+    assert not SLOW & set(single)
+
+
+def test_the_attention_function_does_not_bring_torchs_compiler(printed):
+    assert printed[1] == ["torch"]
+
+
+@pytest.mark.host
+def test_the_attention_implementation_is_registered_whatever_is_imported_first(printed):
+    assert printed[2] == printed[3] == ["lowbit_kv", True, True, 0]
 
 
 def declared_for_type_checkers() -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Calls in sentences of README, pages and notebooks: those that a reader may paste run, and their options exist."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The architecture: folders import each other in one direction and few floors deep, and a stem names one file."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
@@ -14,21 +12,8 @@ TOPS = {"hf_lowbit_kv": (), "triton_kernels": ("triton_kernels",), "eval": ("eva
 MOST_FLOORS = 9
 #: a format or an operation may share its stem with its kernels, Triton's and CUDA's
 SHARED = {
-    "affine",
-    "append",
-    "attend",
-    "boosted",
-    "codebook",
-    "common",
-    "dense",
-    "fp8",
-    "fp8_centered",
-    "fragment",
-    "latent",
-    "static",
-    "static_fragment",
-    "transform",
-    "trellis",
+    *("affine", "append", "attend", "boosted", "codebook", "common", "dense", "fp8", "fp8_centered"),
+    *("fragment", "latent", "static", "static_fragment", "transform", "trellis"),
 }
 #: names that Python itself gives a meaning
 PYTHONS = {"__init__", "__main__"}

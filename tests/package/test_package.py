@@ -1,7 +1,5 @@
 """The wheel, used from outside the checkout, and what the checkout itself must not contain."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import os

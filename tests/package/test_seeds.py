@@ -1,7 +1,5 @@
 """What a test draws depends on TEST_SEED and its own name: not on earlier tests, nor on who first asks for a shared fixture."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

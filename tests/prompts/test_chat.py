@@ -1,7 +1,5 @@
 """Chats: each turn sends what is new, and says what a chat says that reads everything."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

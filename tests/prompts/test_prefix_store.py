@@ -1,7 +1,5 @@
 """The prefix store: texts that are not read again, and tokens that are those of a call without it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

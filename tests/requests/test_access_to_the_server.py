@@ -1,21 +1,9 @@
 """Who may ask the server, by which names, and what comes back with an answer."""
 
-from __future__ import annotations
-
 import http.client
 import json
 
 import pytest
-import transformers
-
-from hf_lowbit_kv.requests.paged_calls import SUPPORTED
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-if ".".join(transformers.__version__.split(".")[:2]) not in SUPPORTED:
-    pytest.skip("not a release that is served", allow_module_level=True)
-
 from served_here import Here, chat, save
 
 from hf_lowbit_kv.cli import main

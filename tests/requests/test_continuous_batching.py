@@ -1,7 +1,5 @@
 """transformers' continuous batching while `lb.enable` is in force: `generate`'s own tokens on packed pages, or an error."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The server beside bad requests: each ends by itself, and a good stream goes on."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -13,15 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
-
-from hf_lowbit_kv.requests.paged_calls import SUPPORTED
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-if ".".join(transformers.__version__.split(".")[:2]) not in SUPPORTED:
-    pytest.skip("not a release that is served", allow_module_level=True)
-
 from served_here import ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
 
 from hf_lowbit_kv.requests.server import answer_text, clients, handlers, openai_server
@@ -470,22 +459,7 @@ def test_memory_after_many_disconnects(here):
 # ---- random settings --------------------------------------------------------------------------------------------------
 
 NUMBERS = (
-    0,
-    1,
-    -1,
-    2,
-    0.5,
-    0.0,
-    1.0,
-    -0.5,
-    1e-300,
-    1e300,
-    1e9,
-    10**9,
-    2**31,
-    2**63,
-    10**400,
-    float("inf"),
+    *(0, 1, -1, 2, 0.5, 0.0, 1.0, -0.5, 1e-300, 1e300, 1e9, 10**9, 2**31, 2**63, 10**400, float("inf")),
     float("nan"),
 )
 

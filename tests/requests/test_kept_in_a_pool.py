@@ -1,7 +1,5 @@
 """Kept texts in a pool of rows: rows read their pages where they lie, and write what they write without them."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -20,6 +18,7 @@ from hf_lowbit_kv.storage import paged_store, stored_tokens
 
 FIXED = {"cache_options": SMALL_PAGES, "progress": False, "do_sample": False, "prefill_chunk_size": 64}
 PAGE = SMALL_PAGES["page_size"]
+ROWS = 24
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +95,12 @@ def long_model(one_thread):
 @pytest.mark.parametrize("tokens", [1024, slow_case(8192)])
 @pytest.mark.parametrize(("preset", "sink"), [("kivi-4-sink", 32), ("dense", 0)])
 def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, tokens, tmp_path, copied, monkeypatch):
-    """64 requests that go on from a long prompt: its pages once, and those that each row fills itself."""
+    """`ROWS` requests that go on from a long prompt: its pages once, and those that each row fills itself."""
     prompt, store = text(tokens, 1), lb.PrefixStore("1GB", folder=tmp_path)
     options = {"prefixes": store, "prefill_chunk_size": 2048, "new_tokens": 3}
     many(long_model, [prompt], preset, **options)
     store.save()
-    questions = [torch.cat([prompt, text(30, 100 + number)]) for number in range(64)]
+    questions = [torch.cat([prompt, text(30, 100 + number)]) for number in range(ROWS)]
     found = {}
     for name in ("second call", "restart"):
         if name == "restart":
@@ -112,10 +111,10 @@ def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, toke
         found[name] = answers(results)
         assert sum(copied) == 0
         assert {result.cached_tokens for result in results} == {tokens}
-        assert watch.rows == 64
+        assert watch.rows == ROWS
         shared = (tokens - sink - 32) // PAGE
         assert len(watch.pages) == shared
-        assert watch.taken == watch.own == 64, "one page each, with its last token"
+        assert watch.taken == watch.own == ROWS, "one page each, with its last token"
     assert found["second call"] == found["restart"]
 
 

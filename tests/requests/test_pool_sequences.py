@@ -3,8 +3,6 @@
 Free pages and windows of empty slots are NaN all the time. `SEQUENCES=n` runs n sequences; `make test-all` runs 5000.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 

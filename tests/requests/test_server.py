@@ -1,7 +1,5 @@
 """`hf-lowbit-kv serve`: the `openai` client against a real process on a CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 """Which request gets a row, and whose prompt is read: short requests pass long ones, and no request waits for ever. Nor does a
 token that is there."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

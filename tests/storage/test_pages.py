@@ -1,7 +1,5 @@
 """Storage: what a row holds depends only on its tokens, nothing is packed twice, pages are shared and reclaimed."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

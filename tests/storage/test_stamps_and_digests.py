@@ -1,7 +1,5 @@
 """What is read again, and what is computed again: files and tensors that have changed, and nothing else."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

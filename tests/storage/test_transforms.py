@@ -1,7 +1,5 @@
 """Transforms: invertible, q.k as it was, applied once, and undone wherever keys come out again."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

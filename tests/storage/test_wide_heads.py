@@ -1,7 +1,5 @@
 """Heads of 192 and 512 channels, and keys wider than values: every format, against attention in float32."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of the accuracy table, and what presets store today: computed once per process, because each takes two seconds."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

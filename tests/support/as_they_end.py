@@ -5,8 +5,6 @@ file. With TEST_FAILURES=FILE, the whole report of every failure is added to tha
 with `-n`, too.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

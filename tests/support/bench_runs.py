@@ -1,7 +1,5 @@
 """Runs commands of benchmarks in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The matrix that every format and every model family goes through. A new format adds one row to `FORMATS`."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
@@ -9,6 +7,7 @@ from marked import newest_case, slow_case
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
@@ -151,8 +150,21 @@ def tiny_config(family: str, **changes):
 
 
 def tiny_models(family: str, **changes):
-    """Two models with the same random weights: one with our attention, one with the host's."""
+    """Two models with the same random weights: one with our attention, one with the host's. Each call's are its own."""
+    key = f"{family} {changes}"
     torch.manual_seed(0)
+    if key not in _made:
+        _made[key] = *_tiny_models(family, **changes), torch.get_rng_state()
+    ours, theirs, state = _made[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(ours), copy.deepcopy(theirs)
+
+
+#: what `tiny_models` copies: making a model takes longer
+_made: dict[str, tuple] = {}
+
+
+def _tiny_models(family: str, **changes):
     config = tiny_config(family, **changes)
     host = "eager" if family in ("gemma2", "gpt_oss", "mimo_v2_flash") else "sdpa"
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation=host).eval()
@@ -215,6 +227,12 @@ def filled(model, preset="kivi-2", **options):
     with torch.no_grad():
         model(ids, past_key_values=cache)
     return cache
+
+
+def read(model, cache, ids, mask=None):
+    """Logits of the last token `[B, vocabulary]`."""
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **as_argument(cache)).logits[:, -1]
 
 
 def next_logits(model, cache):

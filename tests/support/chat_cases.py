@@ -1,7 +1,5 @@
 """What the tests of chats share: a tokenizer of whole words with a chat template, and messages."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

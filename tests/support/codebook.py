@@ -1,8 +1,6 @@
 """What exists only in tests, to show what a new method takes: a format with a codebook for each layer and KV head, and a
 transform with a parameter. `codebook_kernels` has what Triton needs of the format."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Device functions of `codebook.Codebook`: `encode` and `decode`, as `triton_kernels.registry` describes them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

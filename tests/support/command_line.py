@@ -1,7 +1,5 @@
 """The command `hf-lowbit-kv`, called in the process of the test."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

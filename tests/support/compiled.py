@@ -1,7 +1,5 @@
 """The CUDA kernels as NVRTC compiles them, on a machine without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_lowbit_kv.backends.choice import has_cuda_bindings

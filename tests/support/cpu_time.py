@@ -4,8 +4,6 @@ Other work on the machine changes them little, unlike `--durations`. Works with 
 waited for it, as `subprocess.run` does. What a process spends on imports and collection is one line of the table.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

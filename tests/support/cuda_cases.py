@@ -1,7 +1,5 @@
 """What tests of the CUDA kernels share: cases in their page layout, and chunks with many query rows."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import kernel_checks as kernels

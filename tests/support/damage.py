@@ -1,7 +1,5 @@
 """Damage to files: what may happen to their bytes."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The CUDA backend's entry points on the CPU: what a test changes so that kernels run in `cuda_emulator`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace

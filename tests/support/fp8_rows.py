@@ -1,7 +1,5 @@
 """Tokens for `formats.fp8` that a kernel may encode wrongly: ties, subnormals, saturation, zeros, NaN, Inf, huge and tiny."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What the tests of `lb.generate` share, on the CPU and on a GPU."""
 
-from __future__ import annotations
-
 import torch
 from cases import SMALL_PAGES, left_padded
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, StoppingCriteria

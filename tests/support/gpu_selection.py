@@ -3,8 +3,6 @@
 Most of the time of a run goes into compiling kernels, so a case counts by what it compiles.
 """
 
-from __future__ import annotations
-
 import re
 
 import torch

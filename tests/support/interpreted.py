@@ -3,8 +3,6 @@
 The tests for the interpreter have "small" in their names.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

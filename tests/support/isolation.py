@@ -1,7 +1,5 @@
 """NaN and Inf in one KV head of one row: what every other row and head stores and answers is bit for bit what it is without."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 `launch` is the module of Triton's entry points; tests of another backend put theirs in its place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
@@ -40,7 +38,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if GPU else "cpu"
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_interpreted starts")
 #: fresh data on every run; the run's last lines show it (see `conftest.py`)
 SEED = int(os.environ["TEST_SEED"])

@@ -1,7 +1,5 @@
 """Which cases the kernels of every backend are compared with the reference in: few for the interpreter, a matrix for a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

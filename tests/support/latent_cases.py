@@ -1,8 +1,6 @@
 """Checks of the latent kernels, on a GPU and in the emulator: attention against float32 over the same packed bytes, and stored
 bytes against the reference's."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tiny models whose rotary embeddings change beyond `LIMIT` tokens, and what a text that is read whole gives."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

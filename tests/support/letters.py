@@ -1,7 +1,5 @@
 """A tokenizer whose tokens are letters."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
 """Cases of a parametrized test that have a mark: of a long list some are in every run, and all are in `make test-all`."""
 
-from __future__ import annotations
-
 import pytest
 
 

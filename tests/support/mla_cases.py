@@ -1,7 +1,5 @@
 """Tiny random models with multi-head latent attention (MLA), and which model folders of transformers have it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from pathlib import Path

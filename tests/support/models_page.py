@@ -6,8 +6,6 @@ For every decoder architecture of transformers, a small model with random weight
 logits are compared with those of transformers' own cache. Refused architectures are shown with the reason.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -17,8 +15,7 @@ import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -183,7 +180,8 @@ REASONS = (
 
 class ModelRow(NamedTuple):
     """Results for an architecture. served: "every layer", "1 of 6 layers", or "" if it is refused; then `why` has the
-    reason. generates: "yes", or which ways to generate fail, and why."""
+    reason. generates: "yes", or which ways to generate fail, and why. image_tokens: of the prompt, for a vision-language one;
+    nothing is fused or calibrated there."""
 
     name: str
     served: str
@@ -191,16 +189,7 @@ class ModelRow(NamedTuple):
     fused: str = ""
     calibrated: str = ""
     why: str = ""
-
-
-class VisionRow(NamedTuple):
-    """Results for a vision-language architecture, with the fields of `ModelRow`. tokens: image tokens in the prompt."""
-
-    name: str
-    served: str
-    tokens: int = 0
-    generates: str = ""
-    why: str = ""
+    image_tokens: int = 0
 
 
 class _Writes(LogitsProcessor):
@@ -241,21 +230,17 @@ def _with_cache(model: Any, cache: Any) -> Callable[..., Any]:
     return lambda **inputs: model.generate(**inputs, **as_argument(cache))
 
 
-def _by_lb_generate(model: Any, preset: str, **inputs: Any) -> Any:
-    return lb.generate(model, **inputs, preset=preset, cache_options=SMALL, progress=False)
-
-
-def _under_lb_enable(model: Any, preset: str, **inputs: Any) -> Any:
-    with lb.enable(model, preset, **SMALL):
-        return model.generate(**inputs)
-
-
 def _generates(model: Any, preset: str, inputs: Mapping[str, torch.Tensor], expected: torch.Tensor) -> str:
     """ "yes", or which ways to generate fail besides a growing cache, and why."""
+
+    def under_lb_enable(**inputs: Any) -> Any:
+        with lb.enable(model, preset, **SMALL):
+            return model.generate(**inputs)
+
     ways: dict[str, Callable[..., Any]] = {
         "preallocated": lambda **x: _with_cache(model, lb.from_preset(preset, model, max_cache_len=160, **SMALL))(**x),
-        "`lb.generate`": functools.partial(_by_lb_generate, model, preset),
-        "`lb.enable`": functools.partial(_under_lb_enable, model, preset),
+        "`lb.generate`": functools.partial(lb.generate, model, preset=preset, cache_options=SMALL, progress=False),
+        "`lb.enable`": under_lb_enable,
     }
     failing = list[str]()
     for way, generate in ways.items():
@@ -270,66 +255,36 @@ def _generates(model: Any, preset: str, inputs: Mapping[str, torch.Tensor], expe
     return "; ".join(failing) or "yes"
 
 
-def examine_with_image(name: str) -> VisionRow:
-    """Try one vision-language architecture on text and an image."""
-    try:
-        with _limited(SECONDS):
-            return _examined_with_image(name)
-    except Exception as error:
-        return VisionRow(name, "", why=f"not tried: {_short(error)}")
-
-
-def _examined_with_image(name: str) -> VisionRow:
-    theirs = tiny_vision_model(name)
-    prompt = prompt_with_image(theirs)
-    tokens = int((prompt.ids == IMAGE_TOKEN).sum())
-    ours = copy.deepcopy(theirs)
-    inputs = {"input_ids": prompt.ids, "attention_mask": torch.ones_like(prompt.ids), **prompt.image}
-    expected = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), inputs)
-    # the test proves nothing if the model ignores the image
-    other = {**inputs, "pixel_values": -prompt.image["pixel_values"]}
-    blind = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), other)
-    if not _apart(blind, expected) > TOLERANCE:
-        return VisionRow(name, "", why="not tried: the small model does not see its image")
-    try:
-        cache = _cache(ours)
-        ours.set_attn_implementation(lb.ATTENTION_NAME)
-        logits = _written(_with_cache(ours, cache), inputs)
-    except Exception as error:
-        return VisionRow(name, "", tokens, why=_short(error))
-    if not (difference := _apart(logits, expected)) < TOLERANCE:
-        return VisionRow(name, "", tokens, why=f"its logits differ by {difference:.2g} of their standard deviation")
-    packed, layers = len(cache.packed_layers), len(cache.layers)
-    served = "every layer" if packed == layers else f"{packed} of {layers} layers"
-    return VisionRow(name, served, tokens, _generates(ours, cache.preset or "dense", inputs, expected))
-
-
 def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference of logits, relative to their standard deviation."""
     return float((logits - expected).abs().max() / expected.std())
 
 
-@contextmanager
-def _limited(seconds: int) -> Iterator[None]:
+def examine(name: str) -> ModelRow:
+    """Try one architecture."""
+    return _limited(_examined, name)
+
+
+def examine_with_image(name: str) -> ModelRow:
+    """Try one vision-language architecture on text and an image."""
+    return _limited(_examined_with_image, name)
+
+
+def _limited(examined: Callable[[str], ModelRow], name: str) -> ModelRow:
+    """In at most `SECONDS`."""
+
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"took longer than {seconds} s")
+        raise TimeoutError(f"took longer than {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.alarm(SECONDS)
     try:
-        yield
+        return examined(name)
+    except Exception as error:
+        return ModelRow(name, "", why=f"not tried: {_short(error)}")
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def examine(name: str) -> ModelRow:
-    """Try one architecture."""
-    try:
-        with _limited(SECONDS):
-            return _examined(name)
-    except Exception as error:
-        return ModelRow(name, "", why=f"not tried: {_short(error)}")
 
 
 def _examined(name: str) -> ModelRow:
@@ -350,6 +305,30 @@ def _examined(name: str) -> ModelRow:
         return ModelRow(
             name, "", why=f"not tried: transformers' own cache fails on the small model ({_short(failure)})"
         )
+    row = _compared(name, ours, cache, inputs, expected)
+    return row._replace(fused=_fused(ours), calibrated=_calibrated(ours, cache)) if row.served else row
+
+
+def _examined_with_image(name: str) -> ModelRow:
+    theirs = tiny_vision_model(name)
+    prompt = prompt_with_image(theirs)
+    ours = copy.deepcopy(theirs)
+    inputs = {"input_ids": prompt.ids, "attention_mask": torch.ones_like(prompt.ids), **prompt.image}
+    expected = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), inputs)
+    # the test proves nothing if the model ignores the image
+    other = {**inputs, "pixel_values": -prompt.image["pixel_values"]}
+    blind = _written(_with_cache(theirs, DynamicCache(config=theirs.config)), other)
+    if not _apart(blind, expected) > TOLERANCE:
+        return ModelRow(name, "", why="not tried: the small model does not see its image")
+    try:
+        row = _compared(name, ours, _cache(ours), inputs, expected)
+    except Exception as error:
+        row = ModelRow(name, "", why=_short(error))
+    return row._replace(image_tokens=int((prompt.ids == IMAGE_TOKEN).sum()))
+
+
+def _compared(name: str, ours: Any, cache: lb.LowBitCache, inputs: Mapping, expected: torch.Tensor) -> ModelRow:
+    """What is written with this cache, and in the other ways to generate."""
     ours.set_attn_implementation(lb.ATTENTION_NAME)
     try:
         logits = _written(_with_cache(ours, cache), inputs)
@@ -359,8 +338,7 @@ def _examined(name: str) -> ModelRow:
         return ModelRow(name, "", why=f"its logits differ by {difference:.2g} of their standard deviation")
     packed, layers = len(cache.packed_layers), len(cache.layers)
     served = "every layer" if packed == layers else f"{packed} of {layers} layers"
-    generates = _generates(ours, cache.preset or "dense", inputs, expected)
-    return ModelRow(name, served, generates, _fused(ours), _calibrated(ours, cache))
+    return ModelRow(name, served, _generates(ours, cache.preset or "dense", inputs, expected))
 
 
 def _cache(model: Any) -> lb.LowBitCache:
@@ -398,13 +376,13 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}" if not text else text if len(text) <= 160 else text[:157] + "..."
 
 
-def render(rows: list[ModelRow], with_images: Sequence[VisionRow]) -> str:
+def render(rows: list[ModelRow], with_images: Sequence[ModelRow]) -> str:
     """The page. Architectures with the same results stand in one row of a table."""
     served = [row for row in rows if row.served]
     untried = [row for row in rows if row.why.startswith("not tried")]
     refused = [row for row in rows if not row.served and row not in untried]
     exceptions = "".join(f", except `{row.name}` ({row.generates})" for row in served if row.generates != "yes")
-    images = [(_packed_or_why(row), row.generates) for row in with_images]
+    images = [(row.served or f"no: {row.why}", row.generates) for row in with_images]
     return PAGE_TEXT.format(
         families=_families({row.name: row for row in served}),
         served=len(served),
@@ -447,10 +425,6 @@ def widths_and_preset(name: str) -> tuple[str, str]:
         widths |= {DIRECT.sizes(layer)[1:] for layer in packed}
     shown = ", ".join(str(keys) if keys == values else f"{keys} / {values}" for keys, values in sorted(widths))
     return shown, f"`{DEFAULT_PRESET}`"
-
-
-def _packed_or_why(row: VisionRow) -> str:
-    return row.served or f"no: {row.why}"
 
 
 def _kinds(fused: str) -> str:

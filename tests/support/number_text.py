@@ -1,7 +1,5 @@
 """A text of numbers and its tokenizer."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_lowbit_kv.eval.texts import Text

@@ -1,7 +1,5 @@
 """Runs the examples of a page in their order: Python blocks in one namespace, shell blocks as commands of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What the tests of the pool of rows share: a model on a pool, a plain loop over it, and poison for free pages."""
 
-from __future__ import annotations
-
 from cases import SMALL_PAGES
 
 import hf_lowbit_kv as lb

@@ -4,8 +4,6 @@ Keys and values follow only from token and position. So what a row holds is know
 of one row that got all tokens at once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import NamedTuple

@@ -1,11 +1,14 @@
-"""Functions in several processes at once."""
-
-from __future__ import annotations
+"""Functions in several processes at once, and programs in fresh ones."""
 
 import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,3 +40,28 @@ def at_once(*functions: Callable[[], None]) -> None:
     if not errors.empty():
         raise AssertionError(errors.get())
     assert [child.exitcode for child in children] == [0] * len(children)
+
+
+#: arguments: what all programs find imported, and then a file for what each program prints, and its text
+_FORKS = """
+import os, sys
+exec(sys.argv[1])
+for name, code in zip(sys.argv[2::2], sys.argv[3::2]):
+    if os.fork() == 0:
+        with open(name, "w") as out:
+            os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+        exec(code, {"__name__": "__main__"})
+        print("done", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def printed_in_forks(imports: str, *programs: str) -> list[str]:
+    """What these programs print, "done" in the last line, each in a fork of one new process that has done these imports: they
+    take longer than most programs."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [os.path.join(folder, str(number)) for number in range(len(programs))]
+        arguments = [each for pair in zip(files, programs, strict=True) for each in pair]
+        subprocess.run([sys.executable, "-c", _FORKS, imports, *arguments], timeout=300)
+        return [Path(file).read_text() for file in files]

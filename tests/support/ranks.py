@@ -1,7 +1,5 @@
 """Several processes that talk through gloo on this machine, as `torchrun` starts them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

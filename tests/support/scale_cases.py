@@ -3,8 +3,6 @@
 attend: `Operations.attend` of the kernels that are checked.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -30,15 +28,8 @@ HEAVY_TOKEN = Case(keys="int8-token", values="int2-token", **_WHOLE | {"lengths"
 def spread_cases(**options) -> list[Case]:
     """Scales over twelve orders of magnitude within a page, and keys that are tiny altogether."""
     keys = (
-        "int2-channel",
-        "int4-channel",
-        "int8-channel-g32",
-        "int2-channel-g32",
-        "int8-token",
-        "int4-token-g32",
-        "boosted2-r0.125",
-        "fp8",
-        "fp8-centered",
+        *("int2-channel", "int4-channel", "int8-channel-g32", "int2-channel-g32", "int8-token"),
+        *("int4-token-g32", "boosted2-r0.125", "fp8", "fp8-centered"),
     )
     values = ("int2-token", "int4-token", "int8-token", "int2-token-g32", "int4-token-g64", "int4-channel", "fp8")
     half, bf16 = torch.float16, torch.bfloat16

@@ -1,7 +1,5 @@
 """Operations on a cache, one after the other: what hypothesis draws, and `sequences.Machine` runs."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The server in threads of the test's own process, with a tiny model that writes what `logit_bias` says."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -10,9 +8,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import transformers
 from cases import tiny_models
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from hf_lowbit_kv.requests.paged_calls import SUPPORTED
+
+for package in ("openai", "fastapi", "uvicorn"):
+    pytest.importorskip(package)
+if ".".join(transformers.__version__.split(".")[:2]) not in SUPPORTED:
+    pytest.skip("not a release of transformers whose server is extended", allow_module_level=True)
 
 ROWS, MOST_OPEN, LONGEST = 4, 48, 100_000
 #: far more tokens than are written while a test runs

@@ -1,7 +1,5 @@
 """A format that exists only in tests, and the registries as they were before a test added to them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Keys and values whose scales are drawn over twelve orders of magnitude: the meaning of `kernel_cases.Case.spread`."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,8 +1,6 @@
 """Small models of every decoder architecture of transformers: random weights, few channels, the real order of layer
 kinds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

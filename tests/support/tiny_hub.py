@@ -1,7 +1,5 @@
 """A hub for the examples of pages and docstrings: each model is tiny, of the named architecture, with the bundled tokenizer."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

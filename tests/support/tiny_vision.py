@@ -1,8 +1,6 @@
 """Small vision-language models with random weights, and a prompt of text and one image (pixel values without a
 processor)."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Linear layers as quantization and adapters leave them."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -4,8 +4,6 @@ own operations in the model's dtype, plus a rounding.
 Without a GPU the small cases run in Triton's interpreter, in processes of their own (`test_interpreted`).
 """
 
-from __future__ import annotations
-
 import kernel_checks as kernels
 import pytest
 import torch

@@ -3,8 +3,6 @@
 One set of processes for all of them: starting one, with all that it imports, costs more than most cases.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -41,10 +39,6 @@ def test_slow_ones_interpreted(part):
 def test_every_file_of_kernels_has_small_cases():
     names = {Path(file).name for file in FILES}
     assert {
-        "test_kernels.py",
-        "test_prompt.py",
-        "test_triton_latent.py",
-        "test_fused.py",
-        "test_fusing.py",
+        *("test_kernels.py", "test_prompt.py", "test_triton_latent.py", "test_fused.py", "test_fusing.py"),
         "test_new_format.py",
     } <= names

@@ -5,8 +5,6 @@ The whole matrix is marked `gpu`. Without a GPU a part of it runs in Triton's in
 -k small` runs it directly.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -26,7 +24,6 @@ from kernel_checks import (
     check_graph,
     check_store,
     check_transform,
-    needs_gpu,
     needs_interpreter,
 )
 from kernel_matrix import (
@@ -87,14 +84,12 @@ def test_small_special_rows(case):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
 def test_special_rows(case):
     check_special_rows(entry_points.OPERATIONS.append, case, DEVICE, generator(case, SEED))
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", transformed(), ids=str)
 def test_attend_transformed(case):
     check_attend_transformed(case)
@@ -132,7 +127,6 @@ def test_small_transform(options):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("options", TRANSFORMS, ids=str)
 def test_transform(options):
     check_transform(*options)
@@ -222,28 +216,24 @@ def test_small_spread_of_boosted_keys():
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", GPU_SPREAD, ids=str)
 def test_scales_of_all_sizes(case):
     check_attend(case)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", CONSTANT_ROWS, ids=str)
 def test_constant_rows(case):
     check_constant_rows(attend_poisoned, case, DEVICE, SEED)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("case", [case if in_every_run(case) else slow_case(case) for case in matrix()], ids=str)
 def test_attend(case):
     check_attend(case)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     "case", [case if in_every_run(case) else slow_case(case) for case in codebook_attends()], ids=str
 )
@@ -252,7 +242,6 @@ def test_attend_lookups(case):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [(case, chunks) if is_stored_in_every_run(case) else slow_case(case, chunks) for case, chunks in stores()],
@@ -264,7 +253,6 @@ def test_store(case, chunks):
 
 @pytest.mark.begins_first
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("options", GRAPHS, ids=str)
 def test_graph(options):
     check_graph(options)

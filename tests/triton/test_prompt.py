@@ -3,8 +3,6 @@
 Without a GPU a part of it runs in Triton's interpreter, in processes of its own (`test_interpreted`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import kernel_checks as kernels
@@ -23,7 +21,6 @@ from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import common, config, entry_points, prompt
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry
 
-needs_gpu = pytest.mark.skipif(not kernels.GPU, reason="needs a GPU")
 LAYOUTS = ["triton", "cuda"]
 #: by a backend's name, the module with its operations
 MODULES = {"triton": entry_points, "cuda": cuda_entry_points}
@@ -269,7 +266,6 @@ def _attends() -> list:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(("backend", "case", "stretch"), _attends(), indirect=["backend"], ids=str)
 def test_attend(case, stretch, backend, monkeypatch):
     if stretch is not None:
@@ -278,7 +274,6 @@ def test_attend(case, stretch, backend, monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_float32(monkeypatch):
     case = Case(tokens=150, dtype=torch.float32, **BASE)
     in_stretches(monkeypatch, case, 512, 100)
@@ -286,7 +281,6 @@ def test_float32(monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("tokens", [64, 3000])
 def test_memory(tokens, backend):
     """What is allocated on the way does not grow with the history, and hardly with the rows."""
@@ -310,7 +304,6 @@ def test_memory(tokens, backend):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 700}], ids=["growing", "preallocated"])
 def test_model(options, backend):
     """Padded prompts in long chunks, a second turn, then decoding, with a whole model, against the reference."""
@@ -329,7 +322,6 @@ def test_model(options, backend):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_graph(backend):
     """Nothing waits for the device: a long chunk can be captured, and replayed on another history."""
     case = served(Case(tokens=100, groups=4, padded=True, capacity=1500, **BASE), backend)

@@ -1,7 +1,5 @@
 """Machines without a C compiler, which Triton needs for launching kernels and the CUDA kernels do not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Triton's kernels compile for GPUs, on a machine without one: the interpreter accepts what the compiler refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 

@@ -3,8 +3,6 @@
 Without a GPU the small cases run in Triton's interpreter, in processes of their own (`test_interpreted`).
 """
 
-from __future__ import annotations
-
 import kernel_checks as kernels
 import pytest
 import torch

@@ -5,8 +5,6 @@ kept in a folder among the system's temporary ones, under a name that says what 
 and later runs share them. Most of what g++ reads are the system's headers: they are compiled beforehand, once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -70,10 +70,11 @@ struct Barrier {
   races::Handed handed;
   void wait(int count) {
     const int mine = generation;
-    handed.come();
-    if (++arrived == count) { arrived = 0; generation++; handed.open(); }
+    const bool several = count > 32;                  // warps; lanes of one have the same clocks
+    if (several) handed.come();
+    if (++arrived == count) { arrived = 0; generation++; if (several) handed.open(); }
     while (generation == mine) yield();
-    handed.leave();
+    if (several) handed.leave();
   }
 };
 static Barrier warps[32], barriers[17];
@@ -163,7 +164,7 @@ static int run_grid(void (*entry)(), const void* a, const long long* more, const
     blockIdx = {i % x, i / x % y, i / (x * y)};
     memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
     hasty = draw() & 1;
-    races::begin_block();
+    races::begin_block(count / 32);
     memset(warps, 0, sizeof warps); memset(barriers, 0, sizeof barriers);
     for (int t = 0; t < count; t++) {
       finished[t] = false;

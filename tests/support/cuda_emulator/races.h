@@ -1,8 +1,9 @@
 // Races in shared memory: two warps use the same byte, one of them writes, and no barrier orders the two (of lanes of one warp nothing is
-// said). The compiler calls `__tsan_*` at every use of memory (-fsanitize=thread, without its library); here each byte remembers
+// said). The compiler calls `__tsan_*` at every use of memory (-fsanitize=thread, without its library); here each byte or word remembers
 // who wrote and who read it when, in clocks of the warps, which barriers hand on. What does not depend on the order in which threads
 // happen to run is seen whatever that order was.
 #define UNWATCHED __attribute__((no_sanitize("thread"), noinline))
+#define INLINED inline __attribute__((no_sanitize("thread"), always_inline))
 namespace races {
 enum Use { READ, WRITE, ATOMIC };
 constexpr int WARPS_MOST = 32, DYNAMIC = sizeof shared_memory, STATIC = 4096;
@@ -11,19 +12,23 @@ struct Cell {
   int writer;
   void* by[2];                                        // where it was written and read last
 };
-static Cell cells[DYNAMIC + STATIC];
+// Most uses are of whole words of four bytes. A byte that is used by itself has a cell of its own, and its word knows that.
+static Cell bytes[DYNAMIC + STATIC], words[(DYNAMIC + STATIC) / 4];
+static unsigned apart[(DYNAMIC + STATIC) / 4];        // the last block in which bytes of a word were used by themselves
 static unsigned clocks[WARPS_MOST][WARPS_MOST];       // what each warp knows of each
 static unsigned block;
-static int found;
+static int found, warps_now;                            // warps of a block
+
 extern "C" char __ehdr_start[] __attribute__((visibility("hidden")));  // where the library was loaded to
 extern "C" char __start_gpu_shared[] __attribute__((weak)), __stop_gpu_shared[] __attribute__((weak));
 
-static UNWATCHED void begin_block() {
+static UNWATCHED void begin_block(int warps) {
   block++;
-  for (int w = 0; w < WARPS_MOST; w++)
-    for (int x = 0; x < WARPS_MOST; x++) clocks[w][x] = x == w;
+  warps_now = warps;
+  for (int w = 0; w < warps; w++)
+    for (int x = 0; x < warps; x++) clocks[w][x] = x == w;
 }
-static UNWATCHED long cell_of(const void* p) {
+static INLINED long place_of(const void* p) {
   const char* at = (const char*)p;
   if (at >= (char*)shared_memory && at < (char*)shared_memory + DYNAMIC) return at - (char*)shared_memory;
   if (at >= __start_gpu_shared && at < __stop_gpu_shared && at - __start_gpu_shared < STATIC) return DYNAMIC + (at - __start_gpu_shared);
@@ -35,36 +40,55 @@ static UNWATCHED void report(long at, int warp, void* pc, Use use, int other, vo
   printf("race at byte %ld: warp %d %s it at %#lx, warp %d %s it at %#lx\n", at, warp, use == READ ? "reads" : "writes", place(pc), other, wrote ? "wrote" : "read", place(before));
   fflush(stdout);
 }
-static UNWATCHED void touch(const void* p, unsigned size, Use use, void* pc) {
-  const long at = cell_of(p);
-  if (at < 0) return;
-  const int warp = current / 32;
+static INLINED void compare(const Cell& c, long at, int warp, Use use, void* pc) {
+  if (c.block != block) return;
   const unsigned* known = clocks[warp];
-  for (unsigned i = 0; i < size; i++) {
-    Cell& c = cells[at + i];
-    if (c.block != block) { c = Cell{}; c.block = block; }
-    if (c.written && c.writer != warp && known[c.writer] < c.written) report(at + i, warp, pc, use, c.writer, c.by[1], true);
-    if (use == WRITE)
-      for (int w = 0; w < WARPS_MOST; w++)
-        if (w != warp && c.read[w] && known[w] < c.read[w]) { report(at + i, warp, pc, use, w, c.by[0], false); break; }
-    if (use == WRITE) { c.writer = warp; c.written = known[warp]; } else c.read[warp] = known[warp];
-    c.by[use == WRITE] = pc;
+  if (c.written && c.writer != warp && known[c.writer] < c.written) report(at, warp, pc, use, c.writer, c.by[1], true);
+  if (use == WRITE)
+    for (int w = 0; w < warps_now; w++)
+      if (w != warp && c.read[w] && known[w] < c.read[w]) { report(at, warp, pc, use, w, c.by[0], false); break; }
+}
+static INLINED void note(Cell& c, int warp, Use use, void* pc) {
+  if (c.block != block) { c = Cell{}; c.block = block; }
+  if (use == WRITE) { c.writer = warp; c.written = clocks[warp][warp]; } else c.read[warp] = clocks[warp][warp];
+  c.by[use == WRITE] = pc;
+}
+static UNWATCHED void touch_shared(long at, long size, Use use, void* pc) {
+  const int warp = current / 32;
+  for (const long end = at + size; at < end;) {
+    const long word = at / 4;
+    compare(words[word], at, warp, use, pc);
+    if (at % 4 == 0 && end - at >= 4) {
+      if (apart[word] == block)
+        for (int i = 0; i < 4; i++) compare(bytes[at + i], at + i, warp, use, pc);
+      note(words[word], warp, use, pc);
+      at += 4;
+    } else {
+      compare(bytes[at], at, warp, use, pc);
+      note(bytes[at], warp, use, pc);
+      apart[word] = block;
+      at++;
+    }
   }
+}
+static INLINED void touch(const void* p, unsigned size, Use use, void* pc) {
+  const long at = place_of(p);
+  if (at >= 0) touch_shared(at, size, use, pc);
 }
 // What a barrier hands on: of those who have come, to those who leave.
 struct Handed {
   unsigned coming[WARPS_MOST], leaving[WARPS_MOST];
   UNWATCHED void come() {
     unsigned* own = clocks[current / 32];
-    for (int w = 0; w < WARPS_MOST; w++) coming[w] = coming[w] > own[w] ? coming[w] : own[w];
+    for (int w = 0; w < warps_now; w++) coming[w] = coming[w] > own[w] ? coming[w] : own[w];
     own[current / 32]++;
   }
   UNWATCHED void open() {
-    for (int w = 0; w < WARPS_MOST; w++) { leaving[w] = coming[w]; coming[w] = 0; }
+    for (int w = 0; w < warps_now; w++) { leaving[w] = coming[w]; coming[w] = 0; }
   }
   UNWATCHED void leave() const {
     unsigned* own = clocks[current / 32];
-    for (int w = 0; w < WARPS_MOST; w++) own[w] = own[w] > leaving[w] ? own[w] : leaving[w];
+    for (int w = 0; w < warps_now; w++) own[w] = own[w] > leaving[w] ? own[w] : leaving[w];
   }
 };
 }
