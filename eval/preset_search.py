@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_lowbit_kv.cache.key_biases import spoiled_layers
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.cache.served_models import unwrap
+from hf_lowbit_kv.cache.spoiled_keys import spoiled_keys
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
 from .cache_sizes import Factory, Size, sizes
@@ -94,7 +94,7 @@ def recommend(
     names = list(presets) if presets else fitting_presets(model, overrides)[0]
     makers = {name: _Maker(name, model, overrides) for name in names}
     if not (factories := {name: maker for name, maker in makers.items() if not _spoiled(maker(), model)}):
-        raise ValueError(f"the model's key biases spoil the keys of all of these presets: {', '.join(makers)}")
+        raise ValueError(f"the model's weights spoil the keys of all of these presets: {', '.join(makers)}")
     same = _same(factories)
     sizes_of = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
     default = next((name for name, others in same.items() if DEFAULT_PRESET in (name, *others)), None)
@@ -135,9 +135,9 @@ class _Maker:
 
 
 def _spoiled(cache: LowBitCache, model: Any) -> bool:
-    """Whether the model's key biases spoil the keys of some layers."""
+    """Whether the model's weights spoil the keys of some layers."""
     specs = {index: layer.spec for index, layer in enumerate(cache.layers) if isinstance(layer, LowBitLayer)}
-    return bool(spoiled_layers(unwrap(model), specs, cache.packed_sizes))
+    return bool(spoiled_keys(unwrap(model), specs, cache.packed_sizes))
 
 
 def _same(factories: Mapping[str, Factory]) -> dict[str, list[str]]:

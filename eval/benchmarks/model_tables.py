@@ -25,6 +25,8 @@ from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, preset_names
 #: configuration that determines the size of its cache
 SHORT_NAME = "Qwen2.5-Coder-1.5B"
 MEASURED = f"{SHORT_NAME}-Instruct, Q4_K_M weights"
+#: name in the records of the small model of the same family
+SMALL = MEASURED.replace("1.5B", "0.5B")
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2",
     "num_hidden_layers": 28,
@@ -93,9 +95,9 @@ def by_text(path: Path = OUT) -> dict[tuple[str, int], dict[str, dict[str, Recor
     return found
 
 
-def accuracy(context: int, path: Path = OUT) -> dict[str, dict[str, Record]]:
-    """The records of `MEASURED` at this length, by preset or peer, and by text."""
-    return by_text(path).get((MEASURED, context), {})
+def accuracy(context: int, path: Path = OUT, model: str = MEASURED) -> dict[str, dict[str, Record]]:
+    """The records of a model at this length, by preset or peer, and by text."""
+    return by_text(path).get((model, context), {})
 
 
 def mean(records: Mapping[str, Any], key: str) -> float:
@@ -144,22 +146,27 @@ LONG_TEXTS = (
 )
 
 
-def models_table() -> str:
-    """Every measured preset on the real model, most bits first."""
-    by_context = {context: accuracy(context) for context, _ in LONG_TEXTS}
+def models_table(model: str = MEASURED, longer: Sequence[tuple[int, Sequence[str]]] = LONG_TEXTS) -> str:
+    """Every measured preset on a real model at 4096 tokens, and on the texts of longer contexts; most bits first."""
+    by_context = {context: accuracy(context, model=model) for context in (4096, *dict(longer))}
     rows = []
     for name, records in by_context[4096].items():
         if name in PEERS:
             continue
         row = [f"`{name}`", f"{mean(records, 'bits_per_value'):.2f}", *(figure(records) for figure in LOSS.values())]
-        for context, texts in LONG_TEXTS:
+        for context, texts in longer:
             measured = by_context[context].get(name, {})
             complete = all(text in measured for text in texts)
             row.append(f"{mean({text: measured[text] for text in texts}, 'kl'):.4f}" if complete else "")
         rows.append((mean(records, "bits_per_value"), row))
-    longer = (f"KL, {context // 1024}k" + (", prose" if len(texts) == 1 else "") for context, texts in LONG_TEXTS)
+    columns = (f"KL, {context // 1024}k" + (", prose" if len(texts) == 1 else "") for context, texts in longer)
     rows.sort(key=lambda item: -item[0])
-    return markdown_table(("preset", "bits", *LOSS, *longer), (row for _, row in rows))
+    return markdown_table(("preset", "bits", *LOSS, *columns), (row for _, row in rows))
+
+
+def small_model_table() -> str:
+    """Every measured preset on the small model."""
+    return models_table(SMALL, LONG_TEXTS[:1])
 
 
 def humaneval(path: Path = TASKS) -> dict[str, int]:

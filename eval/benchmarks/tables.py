@@ -308,6 +308,7 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "baselines": baselines_table,
     "front": lambda rows: model_tables.front_table(),
     "models": lambda rows: model_tables.models_table(),
+    "small-model": lambda rows: model_tables.small_model_table(),
     "tasks": lambda rows: model_tables.tasks_table(),
     "ruler": lambda rows: model_tables.ruler_table(),
     "losses": lambda rows: model_tables.losses_list(),

@@ -31,7 +31,6 @@ from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import check_choice, one_of, unknown_option
 from .filled_by import FilledBy, Look, ModelRef, another_model, look_at
 from .implementation import warn_if_dense
-from .key_biases import warn_of_key_biases
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
 from .model_positions import ModelPositions
@@ -48,6 +47,7 @@ from .overrun import OverrunError, OverrunWatch
 from .packed_layers import packed_sides, readers, stream_sizes
 from .pass_guard import PassGuard
 from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
+from .spoiled_keys import warn_of_spoiled_keys
 from .token_counts import Seen
 
 
@@ -170,7 +170,7 @@ class LowBitCache(Cache, PushToHubMixin):
         counted = collections.Counter(specs.values())
         self.spec = max(specs.values(), key=lambda spec: counted[spec])  # that of most layers; of ties the first
         self.preset, self.config = preset, config
-        self._biases_to_come = warn_of_key_biases(model_or_config, specs, self.packed_sizes)
+        self._weights_to_come = warn_of_spoiled_keys(model_or_config, specs, self.packed_sizes)
         self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
         self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
@@ -239,9 +239,9 @@ class LowBitCache(Cache, PushToHubMixin):
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             choice.warn_of_reference(self._first_packed_layer.why_slow_reference)
-            if self._biases_to_come:
+            if self._weights_to_come:
                 specs = {index: x.spec for index, x in enumerate(self.layers) if isinstance(x, LowBitLayer)}
-                self._biases_to_come = warn_of_key_biases(self.model.alive(), specs, self.packed_sizes)
+                self._weights_to_come = warn_of_spoiled_keys(self.model.alive(), specs, self.packed_sizes)
         return out
 
     def get_seq_length(self, layer_idx: int = 0):

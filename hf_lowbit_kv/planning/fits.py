@@ -20,8 +20,8 @@ from rich.table import Table
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..byte_sizes import parse_size, parse_tokens
-from ..cache.key_biases import has_key_biases
 from ..cache.length_rope import drop_limit
+from ..cache.spoiled_keys import has_key_biases
 from ..presets import DEFAULT_PRESET, MOST_SHOWN, get_preset, preset_names, short_list
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes

@@ -1,4 +1,5 @@
 """Every listed preset on a model whose key biases are those of a real family: the error of q.k beside int4 per channel.
+And rotated keys on a model whose channels are uneven.
 
 In float32, and near position 0, most of these errors do not appear.
 """
@@ -12,11 +13,11 @@ from number_text import Numbers
 from transformers import AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.key_biases import needs_small_biases
+from hf_lowbit_kv.cache.spoiled_keys import UNEVEN, needs_even_channels, needs_small_biases, spoiled_keys
 from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage.paged_store import read_pages
 
-pytestmark = pytest.mark.filterwarnings("ignore:Qwen2ForCausalLM has key biases")
+pytestmark = pytest.mark.filterwarnings("ignore:Qwen2ForCausalLM has key")
 STARTS = (0, 4096, 30000)
 DTYPES = [torch.bfloat16, torch.float16]
 #: key format -> the largest error, in errors of int4 per channel; a step of 2^bits - 1 levels gives 0.06, 0.24, 0.48, 1, 5
@@ -154,3 +155,29 @@ def codebook_error(model, start: int) -> float:
     """The error of `vecinfer-4` in errors of int4 per channel."""
     calibration = calibration_of(model, "vecinfer-4")
     return score_error(model, "vecinfer-4", start, calibration=calibration) / score_error(model, "kivi-4", start)
+
+
+@torch.no_grad()
+def uneven_model(factor: float):
+    """Keys are `factor` times as large in the fastest eighth of the RoPE pairs, and queries so much smaller there."""
+    model = biased_model(torch.bfloat16, norm=0.0)
+    attention = model.model.layers[0].self_attn
+    for projection, scale in ((attention.k_proj, factor), (attention.q_proj, 1 / factor)):
+        projection.weight.view(-1, 2, HEAD_DIM // 2, projection.in_features)[:, :, : HEAD_DIM // 16] *= scale
+    return model
+
+
+@pytest.mark.parametrize(("factor", "spoiled"), [(1.0, False), (1.5, False), (8.0, True), (30.0, True)])
+@pytest.mark.parametrize("rotated", ["kivi-2-hadamard-sink", "kitty-hadamard"])
+def test_a_rotation_spoils_uneven_keys(factor, spoiled, rotated):
+    """The error of q.k after a rotation, beside the same formats without one."""
+    model = uneven_model(factor)
+    ratio = score_error(model, rotated, 0) / score_error(model, rotated.replace("-hadamard", ""), 0)
+    spec = lb.get_preset(rotated).spec()
+    warned = spoiled_keys(model, {0: spec}, {0: (HEADS, HEAD_DIM, HEAD_DIM)})
+    assert (ratio > UNEVEN) == spoiled == bool(warned), (ratio, warned)
+
+
+def test_which_presets_rotate_keys():
+    rotating = {name for name in LISTED if needs_even_channels(lb.get_preset(name).spec())}
+    assert rotating == {"kivi-2-hadamard", "kivi-2-hadamard-sink", "kitty-hadamard"}

@@ -125,7 +125,7 @@ def test_what_key_biases_spoil_is_not_proposed(model):
         biased.model.layers[1].self_attn.k_proj.bias[31] = 1000.0
     rows = recommend(biased, Numbers(), TEXT, Budget(9, None, 32768), ["kv8", "kivi-4"], None, 640, 600, progress=False)
     assert [row["preset"] for row in rows] == ["kivi-4"]
-    with pytest.raises(ValueError, match="key biases spoil the keys of all of these presets: kv8, kv4"):
+    with pytest.raises(ValueError, match="weights spoil the keys of all of these presets: kv8, kv4"):
         recommend(biased, Numbers(), TEXT, Budget(9, None, 32768), ["kv8", "kv4"], None, 640, 600, progress=False)
 
 

@@ -1,4 +1,4 @@
-"""Models whose key biases are large: the warning, what it says, and where biases are found."""
+"""Models whose weights spoil stored keys: the warning, what it says, and where the weights are found."""
 
 import copy
 import warnings
@@ -9,7 +9,7 @@ from cases import SMALL_PAGES, left_padded, tiny_config
 from transformers import AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache import key_biases
+from hf_lowbit_kv.cache import spoiled_keys
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 
@@ -33,12 +33,12 @@ def put(model, size: float) -> None:
     for module in model.modules():
         if not isinstance(getattr(module, "layer_idx", None), int):
             continue
-        name = next(name for name in key_biases.KEY_PROJECTIONS if hasattr(module, name))
+        name = next(name for name in spoiled_keys.KEY_PROJECTIONS if hasattr(module, name))
         projection = getattr(module, name)
         projection.weight.div_(projection.weight.norm(dim=1, keepdim=True))
         if module.layer_idx == SPOILED and projection.bias is not None:
             heads, dim = packed_sizes(model)[SPOILED][:2]
-            key_biases._of_keys(projection.bias, name, heads, dim)[-1, [dim // 2 - 1, dim - 1]] = size
+            spoiled_keys._of_keys(projection.bias, name, heads, dim)[-1, [dim // 2 - 1, dim - 1]] = size
 
 
 def made(preset: str, model, **options) -> list[str]:
@@ -117,7 +117,7 @@ def test_fused_projections(family, changes):
     assert large == [seen[0].shape[1] - 1]
     (message,) = made("kv8", model)
     assert "in layer 1 (300 times)" in message
-    assert key_biases.has_key_biases(model)
+    assert spoiled_keys.has_key_biases(model)
 
 
 def test_large_biases_of_queries_and_values_do_not_count():
@@ -151,17 +151,54 @@ def test_biases_on_meta_are_looked_at_when_they_have_come():
 
 
 def test_quantized_weights_count_by_the_usual_size_of_rows():
-    model = model_of(size=0.7 * key_biases.LARGE)
+    model = model_of(size=0.7 * spoiled_keys.LARGE)
     projection = model.model.layers[SPOILED].self_attn.k_proj
     assert made("kv8", model) == []
-    packed = model_of(size=0.7 * key_biases.LARGE)
+    packed = model_of(size=0.7 * spoiled_keys.LARGE)
     projection = packed.model.layers[SPOILED].self_attn.k_proj
     projection.weight = torch.nn.Parameter(torch.zeros(7, 3, dtype=torch.uint8), requires_grad=False)
     (message,) = made("kv8", packed)
-    assert f"layer 1 ({0.7 * key_biases.LARGE / key_biases.USUAL_ROW:.0f} times)" in message
+    assert f"layer 1 ({0.7 * spoiled_keys.LARGE / spoiled_keys.USUAL_ROW:.0f} times)" in message
 
 
 def test_a_call_of_generate_warns():
     model = model_of()
     with pytest.warns(UserWarning, match="Take preset 'int8'"):
         lb.generate(model, torch.arange(3, 40)[None], "kv8", max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "norms"),
+    [
+        ("llama", {}, False),
+        ("qwen3", {}, True),
+        ("phi3", {}, False),
+        ("gpt_neox", {"num_key_value_heads": 4, "hidden_size": 256, "rotary_pct": 1.0}, False),
+    ],
+)
+def test_uneven_channels_are_named(family, changes, norms):
+    """In one RoPE pair of one KV head keys are 100 times as large as in others, and queries 100 times as small."""
+    model = model_of(family, size=0.0, **changes)
+    assert made("kivi-2-hadamard", model) == []
+    model = model_of(family, size=0.0, **changes)
+    (module,) = (each for index, _, each in spoiled_keys._attention_modules(model) if index == SPOILED)
+    heads, dim = packed_sizes(model)[SPOILED][:2]
+    pair = [dim // 2 - 1, dim - 1]
+    with torch.no_grad():
+        if norms:
+            module.k_norm.weight[pair], module.q_norm.weight[pair] = 100.0, 0.01
+        elif family == "gpt_neox":
+            parts = module.query_key_value.weight.view(heads, -1, dim, module.query_key_value.in_features)
+            parts[-1, -2, pair] *= 100.0
+            parts[-1, :-2, pair] /= 100.0
+        else:
+            name = "k_proj" if hasattr(module, "k_proj") else "qkv_proj"
+            weight = getattr(module, name).weight
+            rows = spoiled_keys._of_keys(torch.arange(len(weight)), name, heads, dim)
+            weight[rows[-1, pair]] *= 100.0
+            queries = module.q_proj.weight if name == "k_proj" else weight[: -2 * heads * dim]
+            queries.view(heads, -1, dim, queries.shape[-1])[-1, :, pair] /= 100.0
+    (message,) = made("kivi-2-hadamard-sink", model)
+    assert "has keys that key_transform='hadamard' spoils: in layer 1 (" in message
+    assert "Take preset 'kivi-2-sink', without a rotation" in message
+    assert made("kivi-2-sink", model) == []
