@@ -396,7 +396,7 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
     decoded_k = _decoded(spec.key_format, k[:, :, whole], spec.page_size, dtype, tensors["key_format"])
     decoded_v = _decoded(spec.value_format, v[:, :, whole], spec.page_size, dtype, tensors["value_format"])
     position, before = torch.arange(k.shape[2], device=k.device), chunk.tokens_before
-    blocks = []
+    outputs = []
     for (start, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
         if (low := max(start, before)) >= high:
             continue
@@ -412,8 +412,8 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
         else:
             lacking = None if mapped.lacking is None else mapped.lacking[:, :, low - before : high - before]
             out = plain_attention(part, keys, values, allowed, scaling, softcap, sinks, lacking)
-        blocks.append(out)
-    return restored(torch.cat(blocks, 1).to(chunk.queries.dtype), layer.store)
+        outputs.append(out)
+    return restored(torch.cat(outputs, 1).to(chunk.queries.dtype), layer.store)
 
 
 def _as_stored(x: torch.Tensor, decoded: torch.Tensor, sink: int, seen: int, end: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ..formats import bricks, fragment
+from ..formats import core_matrices, fragment
 from ..formats.registered import without_kernels
 from ..storage import reference
 from ..storage.layer_spec import LayerSpec
@@ -158,7 +158,7 @@ class Cuda(Backend):
     name = "cuda"
     layouts: ClassVar[dict[str, tuple[str, str]]] = {
         "separate": fragment.LAYOUTS,
-        "latent": (bricks.LAYOUT, bricks.LAYOUT),
+        "latent": (core_matrices.LAYOUT, core_matrices.LAYOUT),
     }
     advice = "; use backend='triton'"
     #: lowest compute capability of the kernels

@@ -110,7 +110,7 @@ def gate_kind(module: nn.Module) -> tuple[str, str | None, str] | None:
     if [*children[act].parameters()]:
         return None
     sizes = {"gate_proj": (8, 6), "up_proj": (8, 6), "gate_up_proj": (16, 6), "down_proj": (5, 8)}
-    weights = {name: _random(*sizes[name]).double() * (1 + place) for place, name in enumerate(linears)}
+    weights = {name: _random(*sizes[name]).double() * (1 + index) for index, name in enumerate(linears)}
     twins = {name: _linear(weight) for name, weight in weights.items()}
     # large numbers too: limits show
     x = _random(3, 1, 6).double() * torch.tensor([0.3, 3.0, 300.0])[:, None, None]

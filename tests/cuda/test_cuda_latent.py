@@ -166,7 +166,7 @@ def test_what_lies_behind_a_row_is_no_number(kernels):
             content = numbers[: case.page_size * case.rank].view(case.page_size // 8, -1, 8, 8)
             rope = numbers[case.page_size * case.rank :].view(case.page_size // 8, -1, 8, 8)
             for part in (content, rope):
-                tokens = part.transpose(1, 2).flatten(0, 1)  # a copy: bricks of eight tokens come apart
+                tokens = part.transpose(1, 2).flatten(0, 1)  # a copy: core matrices of eight tokens come apart
                 tokens[max(length - page * case.page_size, 0) :] = float("nan")
                 part.copy_(tokens.unflatten(0, (-1, 8)).transpose(1, 2))
     assert torch.isfinite(expected).all()
