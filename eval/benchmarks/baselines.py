@@ -38,7 +38,7 @@ from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, longest_window
 from hf_lowbit_kv.calibration.progress import LogLines, Report, reporting, say
-from hf_lowbit_kv.calibration.window_reading import attend_in_full
+from hf_lowbit_kv.calibration.window_passes import attend_in_full
 from hf_lowbit_kv.eval.benchmarks.measure import TEXTS, TextNames, check_texts, measured, setting
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Run
 from hf_lowbit_kv.eval.local_models import load_model, varied_texts

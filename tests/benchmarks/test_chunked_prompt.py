@@ -109,7 +109,7 @@ def test_an_unknown_preset_is_refused_before_anything_runs(model):
 
 
 def section() -> str:
-    return (ROOT / "docs/dev/reading-prompts.md").read_text(encoding="utf-8")
+    return (ROOT / "docs/dev/prefill.md").read_text(encoding="utf-8")
 
 
 def newest(kind):

@@ -216,7 +216,7 @@ def test_chunks_of_a_prompt(phi3, monkeypatch, size):
     text read whole too: Phi would read it whole."""
     ours, theirs = phi3
     monkeypatch.setattr(prefill, "memory_of", lambda model: object())
-    monkeypatch.setattr(prefill.Reader, "largest_chunk", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(prefill.ChunkedPrefill, "largest_chunk", lambda *args, **kwargs: 64)
     prompt = left_padding(ids_of(120), [0])
     truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
     seen = []

@@ -35,7 +35,7 @@ class WindowCache(DynamicCache):
 
 
 @torch.no_grad()
-def read_windows(
+def run_windows(
     model: Any,
     windows: Sequence[torch.Tensor],
     see: See,
