@@ -36,7 +36,7 @@ from hf_lowbit_kv.storage.step import Chunk
 
 from .bootstrap import error_of_mean
 from .cache_sizes import LONG, Factory, sizes
-from .data_parallel import ALONE, Processes
+from .data_parallel import ONE_PROCESS, Processes
 from .texts import Text, read_text
 
 #: most tokens of a forward pass by default: a page, so that every token reads what it reads in decoding
@@ -138,7 +138,7 @@ def run(
     progress: bool = True,
     overrides: dict[str, Any] | None = None,
     windows: int = 1,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> list[dict[str, Any]]:
     """Score presets on texts.
 
@@ -205,7 +205,7 @@ def score(
     progress: bool = True,
     batch: int = 1,
     parallel: bool = False,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
     reference: Any = None,
 ) -> dict[str, list[Scores]]:
     """Score caches on texts. For each window, a factory makes a new cache. Arguments not listed here, and errors, are

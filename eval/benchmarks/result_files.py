@@ -192,7 +192,7 @@ def crossed(
     """A Markdown table in which a record is a cell.
 
     Args:
-        cells: records by what stands in their row, and last by their column.
+        cells: records, keyed by the values of their row and, last, by their column.
         rows: the columns before: of the first record of each row.
         columns: head of each column. Rows without a cell in these columns are left out.
         order: key to sort rows by [default: as they first appear].

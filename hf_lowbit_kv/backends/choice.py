@@ -253,7 +253,7 @@ def check_backend(backend: str | None) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{source}={name!r} is not known; allowed: {tuple(BACKENDS)}")
     if (missing := BACKENDS[name].missing()) is not None:
-        raise ImportError(f"{source}={name!r} was asked for and {missing}")
+        raise ImportError(f"{source}={name!r} was requested, but {missing}")
 
 
 def choose_backend(backend: str | None, served: Served) -> str:

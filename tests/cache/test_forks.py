@@ -63,16 +63,16 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
         read(model, each, ids, mask)
     first, second = cache.fork(2)
     texts = [torch.randint(3, 160, (2, 70)) for _ in range(3)]
-    mask_behind = continued(mask, 70)
-    found = [read(model, each, text, mask_behind) for each, text in zip((first, second, cache), texts, strict=True)]
+    mask_after = continued(mask, 70)
+    found = [read(model, each, text, mask_after) for each, text in zip((first, second, cache), texts, strict=True)]
     for text, got in zip(texts, found, strict=True):
         fresh = cache_of(model, formats, **options)
         read(model, fresh, ids, mask)
-        assert torch.equal(read(model, fresh, text, mask_behind), got)
+        assert torch.equal(read(model, fresh, text, mask_after), got)
     # and they hold only their own tokens now
     for each, text in zip((first, second, cache), texts, strict=True):
         fresh = copy.deepcopy(reference)
-        read(model, fresh, text, mask_behind)
+        read(model, fresh, text, mask_after)
         step = torch.tensor([[7], [9]])
         assert torch.equal(read(model, fresh, step), read(model, each, step))
 

@@ -155,7 +155,7 @@ def test_one_long_row_beside_zeros(kernels):
 
 
 @dense_only
-def test_what_lies_behind_a_row_is_no_number(kernels):
+def test_bytes_past_a_row_may_be_nan(kernels):
     """A page may have held another row's tokens: NaN there must not show."""
     filled = Filled(case := LatentCase(lengths=(70, 3), content="dense"), DEVICE, SEED)
     expected = kernels.attend(filled)

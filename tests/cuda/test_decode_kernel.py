@@ -156,7 +156,7 @@ def test_parameters_and_copies_go_with_the_layer(cuda):
     step(cuda, case, gen, twin_truth, twin)
 
 
-def test_long_chunks_leave_nothing_behind(cuda, monkeypatch):
+def test_long_chunks_cache_no_kernel(cuda, monkeypatch):
     """Where Triton launches nothing this kernel reads prompts too, and each length is a kind of its own."""
     monkeypatch.setitem(cuda_entry_points.FUSED_ROWS, "cuda", 16)
     monkeypatch.setattr(cuda_entry_points, "why_no_launcher", lambda: "no compiler")

@@ -85,7 +85,7 @@ def attributes(model):
     return {name: list(vars(module)) for name, module in model.named_modules()}
 
 
-class Behind:
+class RepeatedStep:
     """A step of one token after 40 tokens of two rows, repeatable."""
 
     def __init__(self, model):
@@ -111,7 +111,7 @@ class Behind:
 def test_small_families(family):
     """The step that is observed is the plain one, the fused one differs by roundings, and nothing stays in the model."""
     model = model_of(family)
-    decoder, before = Behind(model), attributes(model)
+    decoder, before = RepeatedStep(model), attributes(model)
     plain, fusion = decoder.step(), Fusion()
     with fusion.observing(model):
         assert torch.equal(decoder.step(), plain)
@@ -127,11 +127,11 @@ def test_small_families(family):
 
 def _is_close_to_float32(family):
     model = model_of(family, torch.bfloat16)
-    decoder = Behind(model)
+    decoder = RepeatedStep(model)
     fusion, plain = decoder.settled(), decoder.step()
     with fusion.in_force(model):
         fused = decoder.step()
-    exact = Behind(model.float()).step()
+    exact = RepeatedStep(model.float()).step()
     return [float((x - exact).norm()) for x in (fused, plain)]
 
 
@@ -146,7 +146,7 @@ def test_small_error_is_at_most_twice_the_plain_steps(family, monkeypatch):
 @kernels.needs_interpreter
 def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
     """A kernel that rounds to too few bits, one that does something else, and one that raises."""
-    decoder = Behind(model)
+    decoder = RepeatedStep(model)
     plain = decoder.step()
     for wrong, message in (
         (lambda x: (x.float() * 1.01).to(x.dtype), "the kernel's error is above twice the module's"),
@@ -173,7 +173,7 @@ def test_small_adapters(model):
         init_lora_weights=False,
     )
     inner = peft.get_peft_model(model, config).eval().get_base_model().half()
-    decoder = Behind(inner)
+    decoder = RepeatedStep(inner)
     assert decoder.settled().report() == (
         "norms 4/5 (norm: modules_to_save), rotary 2/2, gate 2/2, products 2/4 (layers.1.self_attn.k_proj and 1 more: LoRA)"
     )
@@ -199,7 +199,7 @@ def test_small_more_rows_than_products_take(model):
 @kernels.needs_interpreter
 def test_small_weights_that_change_in_place_count(model):
     """No kernel reads a copy."""
-    decoder = Behind(model)
+    decoder = RepeatedStep(model)
     fusion, before = decoder.settled(), decoder.step()
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
@@ -258,7 +258,7 @@ def test_small_kernels_compile_ahead(model, rows, monkeypatch):
     assert [common.launches.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1, 1]
     assert called == []
     monkeypatch.undo()
-    assert Behind(model).settled().report() == FOUND["llama"]
+    assert RepeatedStep(model).settled().report() == FOUND["llama"]
     assert model not in fusing._ahead
 
 
@@ -410,7 +410,7 @@ def test_fuse_is_checked(model, fuse):
 
 
 def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
-    decoder, fusion = Behind(model), Fusion()
+    decoder, fusion = RepeatedStep(model), Fusion()
     plain = decoder.step()
     model.model.layers[0].mlp.named_children = None
     with fusion.observing(model):
@@ -422,7 +422,7 @@ def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
 
 @kernels.needs_interpreter
 def test_small_inference_mode(model):
-    decoder, fusion = Behind(model), Fusion()
+    decoder, fusion = RepeatedStep(model), Fusion()
     with torch.inference_mode(), fusion.observing(model):
         decoder.step()
     assert "products 2/4 (layers.0.self_attn and 1 more: inference mode)" in fusion.report()
@@ -490,7 +490,7 @@ class Interrupted(Norm):
 
 def test_an_interrupted_step_leaves_nothing(model, monkeypatch):
     before = attributes(model)
-    decoder = Behind(model)
+    decoder = RepeatedStep(model)
     plain = decoder.step()
     monkeypatch.setattr(Norm, "fused", Interrupted.fused)
     with pytest.raises(KeyboardInterrupt), Fusion().observing(model):
@@ -500,7 +500,7 @@ def test_an_interrupted_step_leaves_nothing(model, monkeypatch):
 
 
 def test_other_threads_get_the_modules_own_forward(model, monkeypatch):
-    decoder = Behind(model)
+    decoder = RepeatedStep(model)
     plain, fusion, results = decoder.step(), decoder.settled(), []
     monkeypatch.setattr(Norm, "fused", lambda self, way, x: torch.zeros_like(x))
     with fusion.in_force(model):

@@ -93,10 +93,10 @@ def test_gpu_unfused_steps_give_the_eager_bits(family):
 
 def test_gpu_many_rows_and_padding():
     model = model_of("llama").to(torch.bfloat16)
-    for rows, said in ((17, "products 0/4"), (16, "products 4/4"), (1, "products 4/4")):
+    for rows, expected in ((17, "products 0/4"), (16, "products 4/4"), (1, "products 4/4")):
         ids, mask = (x.cuda() for x in left_padded(rows, 130))
         out = ours(model, ids, mask, fuse=True, return_dict_in_generate=True)
-        assert said in " ".join(out.past_key_values.summary().split())
+        assert expected in " ".join(out.past_key_values.summary().split())
         del out
         assert graph_launches(lambda ids=ids, mask=mask: ours(model, ids, mask, fuse=True)) == 11
 

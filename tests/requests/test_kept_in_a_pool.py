@@ -51,7 +51,7 @@ def transformers_own(model, texts, new_tokens=10) -> list[list[int]]:
 
 @pytest.fixture
 def copied(monkeypatch) -> list[int]:
-    """Bytes of pages that were copied, whoever did it; attention is not counted."""
+    """Bytes of pages that were copied; attention is not counted."""
     counts: list[int] = []
     read = stored_tokens.read_pages
 
