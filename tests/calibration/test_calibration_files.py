@@ -302,7 +302,7 @@ def eigen_calibration(model, *, attention: bool | None, presets=("eigen-2",), ma
     return lb.Calibration(tensors, described, [source if attention is None else source | {"attention": attention}])
 
 
-@pytest.mark.parametrize(("attention", "said"), [(None, True), (False, True), (True, False)])
+@pytest.mark.parametrize(("attention", "noted"), [(None, True), (False, True), (True, False)])
 def test_summary_says_where_attention_was_left_out(model, tmp_path, attention, noted):
     path = tmp_path / "x.safetensors"
     eigen_calibration(model, attention=attention).save(path)

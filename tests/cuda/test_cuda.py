@@ -184,7 +184,7 @@ def test_repeated_launches_agree(launch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", ["variable", "torch"])
+@pytest.mark.parametrize("source", ["variable", "torch"])
 def test_fixed_order(source, launch, monkeypatch):
     if source == "variable":
         monkeypatch.setenv(determinism.VARIABLE, "1")

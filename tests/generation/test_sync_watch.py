@@ -126,7 +126,7 @@ def test_other_warnings_are_shown(sync):
     assert places == []
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("wants_warning", [False, True])
 @unchanged
 def test_a_thread_that_watches_nothing_gets_the_warnings_that_it_enabled(sync, wants_warning):
     sync.mode = int(wants_warning)

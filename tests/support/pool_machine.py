@@ -1,7 +1,7 @@
 """A pool of rows without a model, and what its rows must hold: operations are drawn by hypothesis, and checked one by one.
 
-Keys and values follow only from token and position. So the contents of a row do not depend on the row that stored them first. The truth is a store of
-one row that got all tokens at once.
+Keys and values follow only from token and position. So the contents of a row do not depend on the row that stored them
+first. The truth is a store of one row that got all tokens at once.
 """
 
 from collections import Counter
