@@ -66,16 +66,16 @@ def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
     sequences = torch.cat([ids, left_padded(2, TOKENS, seed=3)[0].cuda()], dim=1)
     exact, _ = forced_logits(model, ids, mask, sequences, step="eager")
     model = model.to(dtype)
-    plain, _ = forced_logits(model, ids, mask, sequences)
+    unfused, _ = forced_logits(model, ids, mask, sequences)
     fused, summary = forced_logits(model, ids, mask, sequences, fuse=True)
     assert FUSED[family] in summary
     # the first is the prompt's, which is not fused
-    error, bound = ((x[1:] - exact[1:]).norm() for x in (fused, plain))
+    error, bound = ((x[1:] - exact[1:]).norm() for x in (fused, unfused))
     assert error <= 2 * bound
-    largest = (plain - exact)[1:].abs().amax()
-    best = plain.topk(2, dim=-1).values
+    largest = (unfused - exact)[1:].abs().amax()
+    best = unfused.topk(2, dim=-1).values
     apart = best[..., 0] - best[..., 1] > 4 * largest
-    assert torch.equal(fused.argmax(-1)[apart], plain.argmax(-1)[apart])
+    assert torch.equal(fused.argmax(-1)[apart], unfused.argmax(-1)[apart])
 
 
 @pytest.mark.parametrize("family", FUSED)
