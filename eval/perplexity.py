@@ -367,7 +367,7 @@ def _score_in_one_pass(
 
 
 #: pages that are encoded and decoded in one operation
-SLAB = 8
+PAGES_AT_ONCE = 8
 
 
 def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
@@ -427,7 +427,7 @@ def _decoded(fmt: Format, x: torch.Tensor, size: int, dtype: torch.dtype, parame
     if x.shape[2] % size:
         raise ValueError(f"{x.shape[2]} packed tokens are not a multiple of page_size={size}; use parallel=False")
     parts = []
-    for part in x.unflatten(2, (-1, size)).transpose(1, 2).split(SLAB, 1) if x.shape[2] else ():
+    for part in x.unflatten(2, (-1, size)).transpose(1, 2).split(PAGES_AT_ONCE, 1) if x.shape[2] else ():
         rows = [fmt.encode(row.to(dtype), dtype, parameters) for row in part]
         parts.append(fmt.decode(torch.stack(rows), x.shape[-1], size, dtype, parameters))
     return torch.cat(parts, 1).transpose(1, 2).flatten(2, 3) if parts else x

@@ -18,7 +18,7 @@ use at the end (total less free: memory reserved by PyTorch, CUDA's own memory a
 `batch`: largest batch and throughput under a memory budget. This is Kitty's experiment: a model of the Qwen3 8B shape
 (random weights), prompts of 100 tokens, 8192 new tokens, 80 GB in total. PyTorch's allocator is limited to this budget. A
 batch fits if its last steps run. To test this, caches are filled with random keys and values almost to the end, and
-`generate` goes on from there. Steps are timed at the start, in the middle and at the end. Their time grows linearly with
+`generate` continues from there. Steps are timed at the start, in the middle and at the end. Their time grows linearly with
 the stored tokens. Simpson's rule over the three times therefore gives the time of the whole run (without reading the
 prompts).
 

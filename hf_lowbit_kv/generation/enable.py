@@ -296,7 +296,9 @@ def _prepare_cache_for_generation(
     model_kwargs[NAME] = cache
     call.caches.append(cache)
     _take_prefix(enabled, call, cache, generation_config)
-    if generation_config.prefill_chunk_size is None:  # with a size, transformers reads the chunks itself
+    if (
+        generation_config.prefill_chunk_size is None
+    ):  # if the caller gives a chunk size, transformers prefills the chunks itself
         prefill_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
 
 

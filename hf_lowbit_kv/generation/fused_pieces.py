@@ -39,7 +39,7 @@ Comparison = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotFusedError(Exception):
-    """The piece stays as the model computes it; the text says why."""
+    """A piece cannot be fused; the message is the reason."""
 
 
 class Unfused(NamedTuple):

@@ -41,7 +41,7 @@ class Substitute(Unstamped):
 
 @contextlib.contextmanager
 def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
-    """Inside, these modules have these forwards. Afterwards each has its own again, whatever happened."""
+    """Within the context, these modules have these `forward`s. Their own are restored at the end, also after an error."""
     with _placing:
         before = {module: vars(module).get("forward") for module in placed}
         try:
@@ -70,7 +70,7 @@ class Fusion:
         self._variants: dict[tuple[str, str], str] = {}  # for each piece: the variant that is accurate
         self._report: list[tuple[str, str, str | None]] = []
         self.settled = why_not is not None
-        """whether it is known which pieces hold"""
+        """whether the accuracy of every piece is known"""
 
     @property
     def any(self) -> bool:
@@ -83,7 +83,7 @@ class Fusion:
 
     @contextlib.contextmanager
     def observing(self, model: Any) -> Iterator[None]:
-        """Inside, a step is unfused, and kernels compute their results in addition.
+        """Within the context, a step is unfused, and kernels compute their results in addition.
 
         Afterwards it is known which kernels are accurate. But if a piece's fastest variant has failed and it has another
         variant, `settled` stays `False`, and another step is needed.
@@ -129,7 +129,7 @@ class Fusion:
 
     @contextlib.contextmanager
     def in_force(self, model: Any) -> Iterator[None]:
-        """Inside, kernels compute the accurate pieces in this thread's steps of the model."""
+        """Within the context, kernels compute the accurate pieces in this thread's steps of the model."""
         if not self.any:
             yield
             return

@@ -128,7 +128,7 @@ def gate_kind(module: nn.Module) -> tuple[str, str | None, str] | None:
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    # without numbers of its own: drawing them would change what the user samples
+    # a fixed sequence: random draws would change the user's random state
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear

@@ -1,4 +1,4 @@
-"""Forks: several caches that hold the same tokens in the same pages, and go on differently."""
+"""Forks: several caches that hold the same tokens in the same pages, and continue differently."""
 
 import copy
 import gc
@@ -95,7 +95,7 @@ def test_layers_of_different_windows(model):
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
 @pytest.mark.parametrize("lengths", [(None, None), (400, None), (400, 200), (22, 400)], ids=str)
 def test_layers_of_transformers_are_forked_too(family, lengths):
-    """A fork goes on as transformers' own cache does; (22, 400) is shorter than the sliding window of 24."""
+    """A fork continues as transformers' own cache does; (22, 400) is shorter than the sliding window of 24."""
     ours, theirs = tiny_models(family)
     length, of_forks = lengths
     ids, _ = left_padded(1, 20 if length == 22 else 60)

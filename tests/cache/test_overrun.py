@@ -58,7 +58,7 @@ def test_a_chunk_after_compiled_steps(model):
 
 
 def test_one_layer_asks_for_the_count(model, monkeypatch):
-    """A layer that asks waits for all layers before it."""
+    """A layer that reads the count waits for all layers before it."""
     cache = filled(model, max_cache_len=100)
     counted = set()
     ask = FixedLength.ask

@@ -154,7 +154,7 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
     ],
 )
 def test_boosted_pages(head_dim, score, launch):
-    """Byte for byte: the same channels chosen, whatever the score, the head size and the page size. Pages are packed after a
+    """Byte for byte: the same channels are chosen, for every score, head size and page size. Pages are packed after a
     chunk, and after a single token."""
     for i, ratio in enumerate((0.125, 0.25, 0.3, 1)):
         page, dtype = (32, 64, 128, 256)[i], (torch.float16, torch.bfloat16)[i % 2]

@@ -1,4 +1,4 @@
-"""A kernel that a layer holds is filled with addresses: whatever replaces the layer's tensors must make it go."""
+"""A layer's kernel contains addresses: code that replaces the layer's tensors must drop the kernel."""
 
 import copy
 import functools
@@ -86,7 +86,7 @@ def test_a_held_kernel_follows_the_layers_tensors(cuda, change, capacity):
     (now,) = layer.kernels.values()
     moved = layer is not before or layer.state is not held._state
     assert (now is not held) == moved
-    if layer is not before:  # the original is untouched, and goes on by itself
+    if layer is not before:  # the original is unchanged, and continues independently
         assert int(before.state.length.max()) == max(case.lengths) + 1
 
 

@@ -1,4 +1,4 @@
-"""Sums in a fixed order: who asks for it, and that PyTorch's mode is left as it was."""
+"""Sums in a fixed order: the settings that request it, and that PyTorch's mode is restored."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_perplexity_under_accelerate(model_folder, tmp_path, count):
 
 
 def _dying_rank(rank: int, command: list[str]) -> None:
-    if rank == 1:  # it measures its part, and is gone before it hands over what it found
+    if rank == 1:  # it measures its part, and exits before it sends the results
         Processes.gather = lambda self, results: os._exit(3)
     cli.main(command)
 

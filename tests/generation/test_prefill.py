@@ -138,7 +138,7 @@ def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, 
         assert prompts(fake) == [384, 384, 132]
         torch.manual_seed(1)
         model.generate(ids, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=TOKENS, **GREEDY | options)
-    assert prompts(fake) == [TOKENS]  # transformers reads what the caller asks for
+    assert prompts(fake) == [TOKENS]  # transformers prefills in chunks of the caller's size
 
 
 def test_zero_means_whole(model, memory):

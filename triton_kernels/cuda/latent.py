@@ -227,8 +227,8 @@ def _wide_plan(
 
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
-    """The module with the kernels that store, merge, and attend with few query rows; the shared memory of the latter, in
-    bytes."""
+    """The module with the kernels that store, merge, and attend with few query rows; the shared memory of its attend
+    kernel, in bytes."""
     if _exact(spec):
         ctas, stages = _dense_shape(rank, rope, device)
         shape_macros = ("CTAS", str(ctas)), ("STAGES", str(stages))
