@@ -61,15 +61,15 @@ def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int])
 
 
 def real_tokens(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of a chunk, bool `[B, S]`: the indices of the real tokens (not padding), in order, int32 `[B, S]`; and their
-    number, int32 `[B]`."""
+    """For a padding mask, bool `[B, S]`: the indices of each row's real tokens, in order, int32 `[B, S]`; and their number,
+    int32 `[B]`."""
     order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
     return order.to(torch.int32), mask.sum(1, dtype=torch.int32)
 
 
 def pages_due(spec: LayerSpec, tokens: int, pages: int) -> int:
-    """The largest number of pages of a row that a chunk of `tokens` tokens packs: at most the tail and the chunk, after a
-    partial page."""
+    """The largest number of pages of a row that `tokens` new tokens fill: at most the tail and the new tokens are packed, after
+    a partial page."""
     return min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
 
 
