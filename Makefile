@@ -10,7 +10,7 @@
 # make lint    ruff, mypy, and clang-format of the CUDA sources
 # make gpu-test  the tests that need a GPU, a case for each path of the kernels
 # make gpu-test-all  all of them, the whole matrix of formats
-# make bench   the measurements of speed behind README and docs, on a GPU (two hours); `eval/benchmarks/bench.sh` has each of them
+# make bench   the measurements of speed in README and docs, on a GPU (two hours); `eval/benchmarks/bench.sh` has each of them
 # make clean   removes what these made
 #
 # PYTHON  the interpreter to build the environment from: 3.10 or later

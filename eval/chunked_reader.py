@@ -269,8 +269,8 @@ class Reader:
     def _add(self, logits: torch.Tensor, targets: list[Target], first: int, scores: list[Score]) -> None:
         """Add a chunk's results to the scores of its texts. logits: `[rows, kept, vocabulary]`, for columns from
         `first` on."""
-        places = torch.tensor([(target.row, target.column - first, target.token) for target in targets])
-        rows, columns, tokens = places.to(logits.device).unbind(1)
+        indices = torch.tensor([(target.row, target.column - first, target.token) for target in targets])
+        rows, columns, tokens = indices.to(logits.device).unbind(1)
         chosen = logits[rows, columns]
         chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32)).log_softmax(-1)
         logprobs = chosen.gather(-1, tokens[:, None])[:, 0].double().tolist()

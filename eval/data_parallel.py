@@ -58,7 +58,7 @@ class Processes:
         return [parts[index % self.count][index // self.count] for index in range(total)]
 
 
-ALONE = Processes()
+ONE_PROCESS = Processes()
 
 
 def process_count() -> int:
@@ -67,13 +67,13 @@ def process_count() -> int:
 
 
 def join() -> Processes:
-    """Join the processes that a launcher has started. Without a launcher, return `ALONE`.
+    """Join the processes that a launcher has started. Without a launcher, return `ONE_PROCESS`.
 
     Raises:
         ImportError: accelerate is missing.
     """
     if process_count() == 1:
-        return ALONE
+        return ONE_PROCESS
     import torch
 
     try:

@@ -57,8 +57,8 @@ def prompt(haystack: str, depth: float, needle: Needle) -> str:
     sentences = [match.end() for match in re.finditer(r"[.?!]\s|[。？！]", haystack)]
     ends = [0, *(sentences or [match.end() for match in re.finditer(r"\s", haystack)])]
     haystack = haystack[: ends[-1]]
-    place = min(ends, key=lambda end: abs(end - depth * len(haystack)))
-    before, after = haystack[:place].strip(), haystack[place:].strip()
+    cut = min(ends, key=lambda end: abs(end - depth * len(haystack)))
+    before, after = haystack[:cut].strip(), haystack[cut:].strip()
     return " ".join(part for part in (before, needle.fact, after) if part) + needle.question
 
 

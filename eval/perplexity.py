@@ -36,7 +36,7 @@ from hf_lowbit_kv.storage.step import Chunk
 
 from .bootstrap import error_of_mean
 from .cache_sizes import LONG, Factory, sizes
-from .data_parallel import ALONE, Processes
+from .data_parallel import ONE_PROCESS, Processes
 from .texts import Text, read_text
 
 #: most tokens of a forward pass by default: a page, so that every token reads what it reads in decoding
@@ -138,7 +138,7 @@ def run(
     progress: bool = True,
     overrides: dict[str, Any] | None = None,
     windows: int = 1,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
 ) -> list[dict[str, Any]]:
     """Score presets on texts.
 
@@ -205,7 +205,7 @@ def score(
     progress: bool = True,
     batch: int = 1,
     parallel: bool = False,
-    processes: Processes = ALONE,
+    processes: Processes = ONE_PROCESS,
     reference: Any = None,
 ) -> dict[str, list[Scores]]:
     """Score caches on texts. For each window, a factory makes a new cache. Arguments not listed here, and errors, are
@@ -367,7 +367,7 @@ def _score_in_one_pass(
 
 
 #: pages that are encoded and decoded in one operation
-SLAB = 8
+PAGES_AT_ONCE = 8
 
 
 def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
@@ -396,7 +396,7 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
     decoded_k = _decoded(spec.key_format, k[:, :, whole], spec.page_size, dtype, tensors["key_format"])
     decoded_v = _decoded(spec.value_format, v[:, :, whole], spec.page_size, dtype, tensors["value_format"])
     position, before = torch.arange(k.shape[2], device=k.device), chunk.tokens_before
-    blocks = []
+    outputs = []
     for (start, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
         if (low := max(start, before)) >= high:
             continue
@@ -412,8 +412,8 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
         else:
             lacking = None if mapped.lacking is None else mapped.lacking[:, :, low - before : high - before]
             out = plain_attention(part, keys, values, allowed, scaling, softcap, sinks, lacking)
-        blocks.append(out)
-    return restored(torch.cat(blocks, 1).to(chunk.queries.dtype), layer.store)
+        outputs.append(out)
+    return restored(torch.cat(outputs, 1).to(chunk.queries.dtype), layer.store)
 
 
 def _as_stored(x: torch.Tensor, decoded: torch.Tensor, sink: int, seen: int, end: int) -> torch.Tensor:
@@ -427,7 +427,7 @@ def _decoded(fmt: Format, x: torch.Tensor, size: int, dtype: torch.dtype, parame
     if x.shape[2] % size:
         raise ValueError(f"{x.shape[2]} packed tokens are not a multiple of page_size={size}; use parallel=False")
     parts = []
-    for part in x.unflatten(2, (-1, size)).transpose(1, 2).split(SLAB, 1) if x.shape[2] else ():
+    for part in x.unflatten(2, (-1, size)).transpose(1, 2).split(PAGES_AT_ONCE, 1) if x.shape[2] else ():
         rows = [fmt.encode(row.to(dtype), dtype, parameters) for row in part]
         parts.append(fmt.decode(torch.stack(rows), x.shape[-1], size, dtype, parameters))
     return torch.cat(parts, 1).transpose(1, 2).flatten(2, 3) if parts else x

@@ -78,13 +78,13 @@ def _load(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]
         return datasets.load_dataset(name, config, split=split, streaming=True)
     except ConnectionError as error:
         raise OSError(
-            f"dataset {name!r} cannot be loaded, the hub is not reached: {_said(error)}. {OFFLINE}."
+            f"dataset {name!r} cannot be loaded, the hub is not reached: {_message(error)}. {OFFLINE}."
         ) from error
     except FileNotFoundError as error:
-        raise OSError(f"dataset {name!r} is not found: {_said(error)}. {OFFLINE}.") from error
+        raise OSError(f"dataset {name!r} is not found: {_message(error)}. {OFFLINE}.") from error
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error).rstrip(".")
 
 

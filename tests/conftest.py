@@ -27,7 +27,7 @@ def pytest_configure(config):
 
 @contextlib.contextmanager
 def seeded(name):
-    """Inside, draws without a generator of their own depend only on TEST_SEED and this name."""
+    """Within the context, draws without a generator of their own depend only on TEST_SEED and this name."""
     import numpy as np  # here and below, because the process that hands out the tests needs neither
     import torch
 
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _dealt(items, processes):
-    """Tests that take long, dealt out: each process begins with its share of them, and goes on with neighbours.
+    """Divides long tests among processes: each process begins with its share of them, and continues with neighbours.
 
     Begun late, such a test would keep one process busy when the others have nothing left. `--dist worksteal` gives each of the
     processes the same number of tests, in this order.

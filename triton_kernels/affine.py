@@ -228,10 +228,10 @@ def _encode_field(
     plane = tl.arange(0, PLANES)
     if P.per_channel:
         WORDS: tl.constexpr = P.fields[i].words_at_once
-        CHUNKS: tl.constexpr = (WIDTH + WORDS - 1) // WORDS
-        for at in range(P.groups * CHUNKS):
-            group = at // CHUNKS
-            word = (at % CHUNKS) * WORDS + tl.arange(0, WORDS)
+        STEPS: tl.constexpr = (WIDTH + WORDS - 1) // WORDS
+        for at in range(P.groups * STEPS):
+            group = at // STEPS
+            word = (at % STEPS) * WORDS + tl.arange(0, WORDS)
             keep = word < WIDTH
             token = group * P.group + tl.arange(0, P.group)
             channel = plane[:, None] * WIDTH + word[None, :]

@@ -1,7 +1,7 @@
 """Stores new tokens in sink, tail ring and partial pages, and packs each page that is due.
 
-A program owns the counters of one row (sequence x KV head). One token takes one launch. A chunk takes three: pages, then
-sink and tail, then counters. Pages come first because they are packed from ring slots that the chunk's newest tokens
+A program owns the counters of one row (sequence x KV head). One token takes one launch. Several tokens take three: pages, then
+sink and tail, then counters. Pages come first because they are packed from ring slots that the newest of these tokens
 overwrite.
 """
 
@@ -89,7 +89,7 @@ def append_one_kernel(
         _store_window(x_v, sink_v, tail_v, bh, position, keep, DV, DV_PADDED, SINK, TAIL)
 
         records = (record_k + h * record_stride_k, record_v + h * record_stride_v)
-        # the new token is read from the chunk, not from the tail, to which this program has just written it
+        # the new token is read from the input, not from the tail, to which this program has just written it
         source_k = (tail_k + bh * TAIL * DK, DK, new_k, 0, k_stride_d, length, first, 0)
         source_v = (tail_v + bh * TAIL * DV, DV, new_v, 0, v_stride_d, length, first, 0)
         for page in range(before // PAGE, (after + PAGE - 1) // PAGE if after > before else before // PAGE):
@@ -104,7 +104,7 @@ def append_one_kernel(
 @triton.jit
 def _counts(length, paged, count, bh, b, tokens, room, SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr,
             DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr):  # fmt: skip
-    """A row's length and paged tokens before a chunk is stored; the number of tokens that fit; the paged tokens after."""
+    """A row's length and paged tokens before new tokens are stored; the number of tokens that fit; the paged tokens after."""
     stored, before = tl.load(length + bh), tl.load(paged + bh)
     if HAS_ORDER:
         tokens = tl.load(count + b)
@@ -122,7 +122,7 @@ def append_pages_kernel(
     SINK: tl.constexpr, TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, PAGE_BYTES: tl.constexpr,
     VALUE_AT: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr, ROWS_K: tl.constexpr, ROWS_V: tl.constexpr,
 ):  # fmt: skip
-    """Pack each page that a chunk `[B, H, tokens, D]` makes due. Grid (row * head, index among these pages)."""
+    """Pack each page that new tokens `[B, H, tokens, D]` fill. Grid (row * head, index among these pages)."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     stored, before, fits, after = _counts(
@@ -154,7 +154,7 @@ def append_window_kernel(
     TAIL: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the tokens of a chunk that belong in sink or tail. Grid (row * head, block of tokens)."""
+    """Store the new tokens that belong in sink or tail. Grid (row * head, block of tokens)."""
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
     stored, before, fits, after = _counts(
@@ -181,7 +181,7 @@ def append_counters_kernel(
     length, paged, lost, count, heads, tokens, room,
     SINK: tl.constexpr, RESIDUAL: tl.constexpr, PAGE: tl.constexpr, DIRECT: tl.constexpr, HAS_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Advance the counters past a stored chunk. Grid (row * head)."""
+    """Advance the counters past the stored tokens. Grid (row * head)."""
     bh = tl.program_id(0)
     stored, before, fits, after = _counts(
         length, paged, count, bh, bh // heads, tokens, room, SINK, RESIDUAL, PAGE, DIRECT, HAS_ORDER

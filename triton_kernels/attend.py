@@ -152,9 +152,9 @@ def _walk_window(
     DOT: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Attend to sink, tail ring, and the chunk itself up to the tile's `last_token`.
+    """Attend to sink, tail ring, and the new tokens up to the tile's `last_token`.
 
-    TAIL_SPLIT: 0: this program takes everything. Otherwise split 0 takes sink and chunk, and each further split this many
+    TAIL_SPLIT: 0: this program takes everything. Otherwise split 0 takes sink and new tokens, and each further split this many
     tokens of the tail.
     """
     DK: tl.constexpr = DQ.width

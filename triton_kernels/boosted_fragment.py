@@ -17,13 +17,13 @@ class Params(NamedTuple):
     bits: int
     head_dim: int
     #: parameters of the plane of all channels
-    chunks: int
+    loads: int
     vector: int
     #: boosted channels; columns of their plane, that number padded, and the plane's loads
     count: int
     columns: int
     rows: int
-    high_chunks: int
+    high_loads: int
     high_vector: int
     #: bytes from the start of the part
     high_at: int
@@ -41,17 +41,17 @@ class Params(NamedTuple):
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     columns = fmt.columns(head_dim)
-    _, chunks, _, vector = fragment.shape(fmt.bits, head_dim, page_size)
-    _, high_chunks, _, high_vector = fragment.shape(fmt.bits, columns, page_size)
+    _, loads, _, vector = fragment.shape(fmt.bits, head_dim, page_size)
+    _, high_loads, _, high_vector = fragment.shape(fmt.bits, columns, page_size)
     return Params(
         bits=fmt.bits,
         head_dim=head_dim,
-        chunks=chunks,
+        loads=loads,
         vector=vector,
         count=fmt.boosted(head_dim),
         columns=columns,
         rows=padded_width(max(columns, 1)),
-        high_chunks=high_chunks,
+        high_loads=high_loads,
         high_vector=high_vector,
         high_at=at["high"],
         map_at=at["map"],
@@ -68,7 +68,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
     token = n0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, P.padded)
     keep = channel < P.head_dim
-    code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.chunks, P.vector, False)
+    code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.loads, P.vector, False)
     if P.count > 0:
         # the channel's column in the second plane, if it has one
         row = tl.arange(0, P.rows)[None, :]
@@ -77,7 +77,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
         # the map of a page without tokens may name a channel twice
         column = tl.minimum(tl.sum(same * row, 1), P.count - 1)
         high = load_codes(
-            page + P.high_at, token, column, boosted, P.columns, P.bits, P.high_chunks, P.high_vector, False
+            page + P.high_at, token, column, boosted, P.columns, P.bits, P.high_loads, P.high_vector, False
         )
         code += high << P.bits
     scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float16)) + channel, mask=keep, other=0.0)

@@ -19,7 +19,7 @@ from .common import as_operand, load_plane, load_tokens, padded_width, query_dot
 #: sub-vectors of a token that `encode` takes at a time
 ENCODE_VECTORS = 16
 #: tokens whose indices are packed together
-BLOCK = tl.constexpr(32)
+SEGMENT = tl.constexpr(32)
 
 
 class Params(NamedTuple):
@@ -35,9 +35,9 @@ class Params(NamedTuple):
     planes: int
     units: tuple[float, ...]
     max_block: int
-    #: 0: `planar-1`; 1, 2: `fragment-1`, `fragment-1t`, a lane's words in `chunks` loads of `vector`
+    #: 0: `planar-1`; 1, 2: `fragment-1`, `fragment-1t`, a lane's words in `loads` loads of `vector`
     order: int
-    chunks: int
+    loads: int
     vector: int
     encode_vectors: int
     encode_rows: int = 32
@@ -53,9 +53,9 @@ class Params(NamedTuple):
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     count = head_dim // fmt.dim
     order = ("planar-1", *fragment.LAYOUTS).index(fmt.layout)
-    chunks = vector = 1
+    loads = vector = 1
     if order:
-        ((_, _, (_, chunks, _, vector)),) = fmt.arrays(head_dim, page_size, dtype)
+        ((_, _, (_, loads, _, vector)),) = fmt.arrays(head_dim, page_size, dtype)
     gathers = order == 0 and fmt.bits <= lookup.MAX_BITS
     planes = lookup.planes(fmt.dim, head_dim) if gathers else fmt.dim
     width = head_dim // planes
@@ -71,7 +71,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         units=(1.0,) * planes,
         max_block=page_size,
         order=order,
-        chunks=chunks,
+        loads=loads,
         vector=vector,
         encode_vectors=min(ENCODE_VECTORS, triton.next_power_of_2(count)),
         ptx=ptx,
@@ -85,19 +85,19 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 def _indices(page, token, vector, keep, P: tl.constexpr):
     """Indices (int32) of the page's tokens and their sub-vectors; the shapes broadcast. 0 where `keep` is false."""
     words = page.to(tl.pointer_type(tl.int32))
-    block, token = token // BLOCK, token % BLOCK
+    segment, token = token // SEGMENT, token % SEGMENT
     if P.order == 0:
         number = token
-        first = (block * P.vectors + vector) * P.bits
+        first = (segment * P.vectors + vector) * P.bits
     elif P.order == 1:
         channel = vector * P.dim
         number = (channel // 32 * 8 + channel % 8) // P.dim * 4 + token % 4
         lane = token // 4 * 4 + channel % 32 // 8
-        first = block * (P.chunks * 32 * P.vector) + lane * P.vector
+        first = segment * (P.loads * 32 * P.vector) + lane * P.vector
     else:
         number = vector // 8 * 8 + (token >> 1 & 1) * 4 + (token & 1) * 2 + (token >> 2 & 1)
         lane = vector % 8 * 4 + token // 8
-        first = block * (P.chunks * 32 * P.vector) + lane * P.vector
+        first = segment * (P.loads * 32 * P.vector) + lane * P.vector
     bit = number * P.bits
     word, bit = bit // 32, bit % 32
     x = tl.load(words + first + _word(word, P), mask=keep, other=0).to(tl.uint32, bitcast=True) >> bit
@@ -223,18 +223,18 @@ def encode(
     """Store a whole page; its token 0 has index `base`."""
     table = record.to(tl.pointer_type(tl.float16))
     words = page.to(tl.pointer_type(tl.int32))
-    token = tl.arange(0, BLOCK)
-    CHUNKS: tl.constexpr = (P.vectors + P.encode_vectors - 1) // P.encode_vectors
-    for i in range(stop // BLOCK * CHUNKS):
-        block = i // CHUNKS
-        vector = i % CHUNKS * P.encode_vectors + tl.arange(0, P.encode_vectors)
-        index = base + block * BLOCK + token[:, None]
+    token = tl.arange(0, SEGMENT)
+    STEPS: tl.constexpr = (P.vectors + P.encode_vectors - 1) // P.encode_vectors
+    for i in range(stop // SEGMENT * STEPS):
+        segment = i // STEPS
+        vector = i % STEPS * P.encode_vectors + tl.arange(0, P.encode_vectors)
+        index = base + segment * SEGMENT + token[:, None]
         keep = (vector < P.vectors)[None, :] & (token >= 0)[:, None]
         x = ()
         for c in tl.static_range(P.dim):
             x = x + (load_tokens(source, index, (vector * P.dim + c)[None, :], keep, HAS_ORDER, TAIL),)
-        smallest = tl.full((BLOCK, P.encode_vectors), float("inf"), tl.float32)
-        code = tl.zeros((BLOCK, P.encode_vectors), tl.int32)
+        smallest = tl.full((SEGMENT, P.encode_vectors), float("inf"), tl.float32)
+        code = tl.zeros((SEGMENT, P.encode_vectors), tl.int32)
         for entry in range(2**P.bits):
             distance = _square(x[0], tl.load(table + entry * P.dim).to(tl.float32), P)
             for c in tl.static_range(1, P.dim):
@@ -246,4 +246,4 @@ def encode(
             at = (token * P.bits - 32 * w)[:, None]
             field = tl.where(at < 0, code >> tl.minimum(-at, 31), code << (tl.maximum(at, 0) & 31))
             word = tl.sum(tl.where(at < 32, field, 0), 0)  # fields do not overlap: the sum is the union
-            tl.store(words + (block * P.vectors + vector) * P.bits + w, word, mask=vector < P.vectors)
+            tl.store(words + (segment * P.vectors + vector) * P.bits + w, word, mask=vector < P.vectors)

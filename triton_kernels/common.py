@@ -61,15 +61,15 @@ def _with_stride(record: torch.Tensor | None, nothing: tuple[torch.Tensor, int])
 
 
 def real_tokens(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row of a chunk, bool `[B, S]`: the indices of the real tokens (not padding), in order, int32 `[B, S]`; and their
-    number, int32 `[B]`."""
+    """For a padding mask, bool `[B, S]`: the indices of each row's real tokens, in order, int32 `[B, S]`; and their number,
+    int32 `[B]`."""
     order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
     return order.to(torch.int32), mask.sum(1, dtype=torch.int32)
 
 
 def pages_due(spec: LayerSpec, tokens: int, pages: int) -> int:
-    """The largest number of pages of a row that a chunk of `tokens` tokens packs: at most the tail and the chunk, after a
-    partial page."""
+    """The largest number of pages of a row that `tokens` new tokens fill: at most the tail and the new tokens are packed, after
+    a partial page."""
     return min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
 
 
@@ -129,8 +129,8 @@ def load_plane(rows, stride, rows_valid, j: tl.constexpr, P: tl.constexpr):
 
 
 @triton.jit
-def load_bricks(data, token, valid, E: tl.constexpr, P: tl.constexpr):
-    """Tokens `token` `[N]` of a page in layout `core-1` (`formats.bricks`), E numbers in 16 bytes -> `[N, padded]`."""
+def load_core_matrices(data, token, valid, E: tl.constexpr, P: tl.constexpr):
+    """Tokens `token` `[N]` of a page in layout `core-1` (`formats.core_matrices`), E numbers in 16 bytes -> `[N, padded]`."""
     channel = tl.arange(0, P.padded)
     rows = data + (token // 8) * (8 * P.width) + (token % 8) * E
     positions = (channel // E) * (8 * E) + channel % E
@@ -175,19 +175,19 @@ def value_dot(weights, v, acc, T: tl.constexpr):
 
 @triton.jit
 def load_tokens(source, index, channel, keep, HAS_ORDER: tl.constexpr, TAIL: tl.constexpr):
-    """Unpacked tokens of one row and head as float32, from the tail ring or from the chunk that is being stored.
+    """Unpacked tokens of one row and head as float32, from the tail ring or from the new tokens that are being stored.
 
-    source: `(tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped)`. Tokens with an index below
-        `first` are in the tail. Token `first` is real token number `skipped` of the chunk (padding not counted), and
-        `order` maps such numbers to positions in the chunk.
+    source: `(tail, head_dim, new_tokens, token_stride, channel_stride, order, first, skipped)`. Tokens with an index below
+        `first` are in the tail. Token `first` is real token number `skipped` of the new tokens (padding not counted), and
+        `order` maps such numbers to positions among the new tokens.
     index: token indices, sink not counted. channel, keep: shapes that broadcast with it.
     """
-    tail, head_dim, chunk, token_stride, channel_stride, order, first, skipped = source
+    tail, head_dim, new_tokens, token_stride, channel_stride, order, first, skipped = source
     number = index - first + skipped
     if HAS_ORDER:
         number = tl.load(order + number, mask=(index >= first) & keep, other=0)
     position = number.to(tl.int64) * token_stride + channel * channel_stride
-    x = tl.load(chunk + position, mask=keep & (index >= first), other=0.0).to(tl.float32)
+    x = tl.load(new_tokens + position, mask=keep & (index >= first), other=0.0).to(tl.float32)
     if TAIL > 0:
         old = keep & (index < first)
         y = tl.load(tail + (index % TAIL) * head_dim + channel, mask=old, other=0.0).to(tl.float32)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..formats.bricks import LAYOUT
-from .common import DTYPES, as_operand, load_bricks, load_plane, load_tokens, padded_width, query_dot, value_dot
+from ..formats.core_matrices import LAYOUT
+from .common import DTYPES, as_operand, load_core_matrices, load_plane, load_tokens, padded_width, query_dot, value_dot
 
 
 class Params(NamedTuple):
@@ -24,13 +24,13 @@ class Params(NamedTuple):
     interleaved: bool = False
     gathers: bool = False
     #: numbers in 16 bytes of layout `core-1`, which these kernels only read; 0: token after token
-    brick: int = 0
+    core_matrix: int = 0
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     padded = padded_width(head_dim)
-    brick = 16 // dtype.itemsize if fmt is not None and fmt.layout == LAYOUT else 0
-    return Params(DTYPES[dtype], head_dim, padded, encode_rows=max(4096 // padded, 1), brick=brick)
+    core_matrix = 16 // dtype.itemsize if fmt is not None and fmt.layout == LAYOUT else 0
+    return Params(DTYPES[dtype], head_dim, padded, encode_rows=max(4096 // padded, 1), core_matrix=core_matrix)
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 def _load(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """A tile of tokens, `[BLOCK_N, padded]`. Invalid rows become zero, because they may hold NaN."""
     token, data = n0 + tl.arange(0, BLOCK_N), page.to(tl.pointer_type(P.dtype))
-    if P.brick:
-        x = load_bricks(data, token, valid, P.brick, P)
+    if P.core_matrix:
+        x = load_core_matrices(data, token, valid, P.core_matrix, P)
     else:
         x = load_plane(data + token * P.width, 1, valid, 0, P)
     return x

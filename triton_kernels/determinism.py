@@ -27,7 +27,7 @@ def fixed_order() -> bool:
 
 @contextlib.contextmanager
 def deterministic(warn_only: bool = False) -> Iterator[None]:
-    """Inside, PyTorch uses deterministic algorithms. Afterwards its mode, `warn_only` too, is restored."""
+    """Within the context, PyTorch uses deterministic algorithms. Afterwards its mode, `warn_only` too, is restored."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:

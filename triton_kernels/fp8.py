@@ -8,9 +8,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..formats.bricks import LAYOUT
+from ..formats.core_matrices import LAYOUT
 from ..formats.fp8 import E4M3_MAX, MIN_SCALE
-from .common import load_bricks, load_plane, load_tokens, padded_width, query_dot, value_dot
+from .common import load_core_matrices, load_plane, load_tokens, padded_width, query_dot, value_dot
 from .dense import fetch as fetch
 from .dense import prepare as prepare
 from .dense import weigh as weigh
@@ -34,7 +34,7 @@ class Params(NamedTuple):
     interleaved: bool = False
     gathers: bool = False
     #: whether pages are in layout `core-1`, which is read only
-    bricks: int = 0
+    core_matrices: int = 0
 
 
 def covers(fmt) -> bool:
@@ -48,8 +48,8 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         raise ValueError(f"format {fmt.name!r} has no Triton kernels; use backend='torch' (slow reference)")
     padded, last = padded_width(head_dim), fmt.fields(head_dim, page_size, dtype)[-1]
     scaled = int(fmt.granularity == "token")
-    bricks = int(fmt.layout == LAYOUT)
-    return Params(head_dim, padded, scaled, last.offset * scaled, encode_rows=max(2048 // padded, 1), bricks=bricks)
+    rows, core_matrices = max(2048 // padded, 1), int(fmt.layout == LAYOUT)
+    return Params(head_dim, padded, scaled, last.offset * scaled, encode_rows=rows, core_matrices=core_matrices)
 
 
 @triton.jit
@@ -79,8 +79,8 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
 def load_tile(page, n0, valid, BLOCK_N: tl.constexpr, P: tl.constexpr):
     """A tile of tokens, float32 `[BLOCK_N, padded]`; zero where not valid."""
     token = n0 + tl.arange(0, BLOCK_N)
-    if P.bricks:
-        code = load_bricks(page, token, valid, 16, P).to(tl.int16)
+    if P.core_matrices:
+        code = load_core_matrices(page, token, valid, 16, P).to(tl.int16)
     else:
         code = load_plane(page + token * P.width, 1, valid, 0, P).to(tl.int16)
     x = from_e4m3(code)

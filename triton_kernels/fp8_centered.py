@@ -32,7 +32,7 @@ class Params(NamedTuple):
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
     gathers: bool = False
-    bricks: int = 0
+    core_matrices: int = 0
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:

@@ -18,8 +18,8 @@ class Params(NamedTuple):
     head_dim: int
     #: whether rows of an operand are channels (values), or tokens (keys)
     transposed: bool
-    #: loads of `vector` words that a lane's part of a block consists of
-    chunks: int
+    #: loads of `vector` words that a lane's part of a segment consists of
+    loads: int
     vector: int
     scale_at: int
     #: byte at which a page's centers begin; -1: it has none
@@ -33,12 +33,12 @@ class Params(NamedTuple):
 
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
-    _, chunks, _, vector = fragment.shape(8, head_dim, page_size)
+    _, loads, _, vector = fragment.shape(8, head_dim, page_size)
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     return Params(
         head_dim=head_dim,
         transposed=fmt.layout == fragment.LAYOUTS[1],
-        chunks=chunks,
+        loads=loads,
         vector=vector,
         scale_at=at["scale"],
         center_at=at.get("center", -1),
@@ -53,7 +53,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
     token = n0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, P.padded)
     keep = channel < P.head_dim
-    code = load_codes(page, token, channel, keep, P.head_dim, 8, P.chunks, P.vector, P.transposed, True)
+    code = load_codes(page, token, channel, keep, P.head_dim, 8, P.loads, P.vector, P.transposed, True)
     scale = tl.load((page + P.scale_at).to(tl.pointer_type(tl.float32)) + token)
     x = from_e4m3(code.to(tl.int16)) * scale[:, None]
     if P.center_at >= 0:

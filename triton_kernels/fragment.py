@@ -26,8 +26,8 @@ class Params(NamedTuple):
     group: int
     #: groups of a token
     groups: int
-    #: loads of `vector` words for a lane's words of a block
-    chunks: int
+    #: loads of `vector` words for a lane's words of a segment
+    loads: int
     vector: int
     scale_at: int
     zero_at: int
@@ -44,7 +44,7 @@ class Params(NamedTuple):
 
 def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
     split = len(fmt.widths) > 1
-    _, chunks, _, vector = (fragment_planes if split else fragment).shape(fmt.bits, head_dim, page_size)
+    _, loads, _, vector = (fragment_planes if split else fragment).shape(fmt.bits, head_dim, page_size)
     per_channel = fmt.axis == "channel"
     group = fmt.group_size or (page_size if per_channel else head_dim)
     fields = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
@@ -55,7 +55,7 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
         per_channel=per_channel,
         group=group,
         groups=1 if per_channel else head_dim // group,
-        chunks=chunks,
+        loads=loads,
         vector=vector,
         scale_at=fields["scale"],
         zero_at=fields["zero"],
@@ -69,11 +69,11 @@ def params(fmt, head_dim: int, page_size: int, dtype, ptx: bool) -> Params:
 
 @triton.jit
 def _position(
-    x, j, c, h, block,
-    IS_ROW: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
+    x, j, c, h, segment,
+    IS_ROW: tl.constexpr, BITS: tl.constexpr, LOADS: tl.constexpr, VECTOR: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """The contribution of row or column `8 j + x` of an operand to (word, bit). c: index of 16 channels, h: of the operand,
-    block: of 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
+    segment: of 32 tokens. Each of these is passed for one of the two sides, and is 0 for the other."""
     word = c * (BITS // 2)
     if BITS == 8 and not IS_ROW:
         word += j
@@ -82,7 +82,7 @@ def _position(
     if BITS == 8:
         word += 2 * h
     lane = 4 * x if IS_ROW else x >> 1
-    position = (block * CHUNKS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
+    position = (segment * LOADS + word // VECTOR) * (32 * VECTOR) + lane * VECTOR + word % VECTOR
     if IS_ROW:
         bit = (16 if PAIRS else 8) * j
     else:
@@ -97,19 +97,19 @@ def _position(
 @triton.jit
 def load_codes(
     array, token, channel, keep,
-    CHANNELS: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CHANNELS: tl.constexpr, BITS: tl.constexpr, LOADS: tl.constexpr, VECTOR: tl.constexpr, TRANSPOSED: tl.constexpr,
     PAIRS: tl.constexpr = False,
 ):  # fmt: skip
     """Codes (int32 `[N, M]`) of tokens `[N]` and channels `[M]` of an array of CHANNELS channels. 0 where `keep` `[M]`
     is false. PAIRS: the codes are e4m3."""
     WHOLE: tl.constexpr = CHANNELS // 32 * 32
     row, row_bit = _position(
-        (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS
+        (token >> 2) & 7, token & 1, 0, (token >> 1) & 1, token // 32, not TRANSPOSED, BITS, LOADS, VECTOR, PAIRS
     )
     rest = channel >= WHOLE
     of_channel = 2 * tl.where(rest, (channel >> 2) & 3, (channel >> 3) & 3) + (channel & 1)
     tile = channel // 32 * 2 + tl.where(rest, 0, (channel >> 2) & 1)
-    column, column_bit = _position(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, CHUNKS, VECTOR, PAIRS)
+    column, column_bit = _position(of_channel, (channel >> 1) & 1, tile, 0, 0, TRANSPOSED, BITS, LOADS, VECTOR, PAIRS)
     words = array.to(tl.pointer_type(tl.int32))
     code = tl.load(words + (row[:, None] + column[None, :]), mask=keep[None, :], other=0)
     return (code >> (row_bit[:, None] + column_bit[None, :])) & ((1 << BITS) - 1)
@@ -134,7 +134,7 @@ def _low_codes(page, token, channel, keep, P: tl.constexpr):
         word = P.low_at + tile // 2
     else:
         word = P.low_at + tile
-    position = (token // 32 * P.chunks)[:, None] + (word // P.vector)[None, :]
+    position = (token // 32 * P.loads)[:, None] + (word // P.vector)[None, :]
     position = position * (32 * P.vector) + lane * P.vector + (word % P.vector)[None, :]
     words = tl.load(page.to(tl.pointer_type(tl.int32)) + position, mask=keep[None, :], other=0)
     return (words >> bit) & ((1 << P.low_bits) - 1)
@@ -145,7 +145,7 @@ def decode(page, record, n0, valid, j: tl.constexpr, BLOCK_N: tl.constexpr, P: t
     token = n0 + tl.arange(0, BLOCK_N)
     channel = tl.arange(0, P.padded)
     keep = channel < P.head_dim
-    code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.chunks, P.vector, P.transposed)
+    code = load_codes(page, token, channel, keep, P.head_dim, P.bits, P.loads, P.vector, P.transposed)
     if P.low_bits > 0:
         code = (code << P.low_bits) | _low_codes(page, token, channel, keep, P)
     if P.per_channel:

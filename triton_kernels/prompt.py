@@ -1,7 +1,7 @@
-"""Attention of many query tokens to all stored tokens and, causally, to their own chunk.
+"""Attention of many query tokens to all stored tokens and, causally, to each other.
 
 Decoding a page for every tile of query rows would cost more than the products. So `read.unpack` writes the row, stored
-tokens first and then the chunk, to a temporary 16-bit buffer. The buffer has a bounded size (`config.BUFFER_BYTES`), so a
+tokens first and then the new ones, to a temporary 16-bit buffer. The buffer has a bounded size (`config.BUFFER_BYTES`), so a
 long row is written in *stretches*, one after the other. An ordinary attention reads the buffer. From one stretch to the
 next each query row carries its output so far and the log-sum-exp of its scores. If these do not fit into
 `config.CARRY_BYTES`, the queries are divided, and each part unpacks the row again.
@@ -105,8 +105,8 @@ def prompt_kernel(
 
     keys, values: tokens `first` to `first + count` of every sequence, `[B, H, count, D]`. SHARED: queries have channels for
     both streams, and keys serve as values.
-    before: number of the chunk's tokens before the first query. The chunk's tokens follow the `length` stored ones.
-    HAS_POSITION: the chunk is padded; `position` `[B, tokens]` counts the real tokens before each query.
+    before: number of new tokens before the first query. New tokens follow the `length` stored ones.
+    HAS_POSITION: the new tokens have padding; `position` `[B, tokens]` counts the real tokens before each query.
     final: divide, add sink logits, and write out `[B, tokens, H * GROUPS, DO]`, where DO is DV, or DK if SHARED. Otherwise
     results go to partial, float32 `[B * H, splits, GROUPS * tokens, DO]`, and log-sum-exps to base 2 to lse, the same
     shape without DO.

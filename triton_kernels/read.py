@@ -17,7 +17,7 @@ from .registry import reader
 
 #: largest number of packed tokens that a program decodes
 PAGE_BLOCK = 64
-#: number of tokens of the full-precision window and the chunk that a program copies
+#: number of tokens of the full-precision window and of the new tokens that a program copies
 WINDOW_BLOCK = 32
 
 
@@ -51,13 +51,13 @@ def _read_tile(
 
 @triton.jit
 def _copy_window(
-    sink, tail, chunk, stride_s, stride_d, out, bh, number, source, position, keep,
-    D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    sink, tail, new, stride_s, stride_d, out, bh, number, source, position, keep,
+    D: tl.constexpr, PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, HAS_NEW: tl.constexpr,
 ):  # fmt: skip
     """Copy a row's keys, or its values, outside pages to rows `position` of out.
 
-    number: which tokens, see `_read_window`. source: where they are; tail tokens: index after the sink, tokens of the chunk:
-    position in the chunk.
+    number: which tokens, see `_read_window`. source: where they are; tail tokens: index after the sink, new tokens:
+    their position.
     """
     channel = tl.arange(0, PADDED)[None, :]
     rows = (out + position.to(tl.int64) * D)[:, None] + channel
@@ -70,9 +70,9 @@ def _copy_window(
         selected = keep & ((number >= SINK) & (number < SINK + TAIL))[:, None]
         x = tl.load((tail + (bh * TAIL + source % TAIL) * D)[:, None] + channel, mask=selected, other=0.0)
         tl.store(rows, x, mask=selected)
-    if HAS_CHUNK:
+    if HAS_NEW:
         selected = keep & (number >= SINK + TAIL)[:, None]
-        x = tl.load((chunk + source.to(tl.int64) * stride_s)[:, None] + channel * stride_d, mask=selected, other=0.0)
+        x = tl.load((new + source.to(tl.int64) * stride_s)[:, None] + channel * stride_d, mask=selected, other=0.0)
         tl.store(rows, x, mask=selected)
 
 
@@ -82,39 +82,39 @@ def _read_window(
     k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
     bh, b, h, block, tokens, first, count,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr,
-    TAIL: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, HAS_NEW: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy one block of a row's tokens outside pages to out_k and out_v `[B, H, count, D]`: those of the tokens `first` to
-    `first + count` that are in sink, tail or (HAS_CHUNK) in the chunk of `tokens` tokens.
+    `first + count` that are in sink, tail or (HAS_NEW) among the `tokens` new tokens.
 
-    block: index of this block of BLOCK tokens. HAS_ORDER: the chunk is padded. Row `b` has `real[b]` real tokens, at the
-    positions `order[b]` of the chunk.
+    block: index of this block of BLOCK tokens. HAS_ORDER: the new tokens have padding. `real[b]` of row `b` are real, at the
+    positions `order[b]`.
     """
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
-    # number: SINK numbers for the sink, then TAIL for the tail, oldest token first, then the chunk. The tail's oldest token
-    # has index `packed` after the sink
+    # number: SINK numbers for the sink, then TAIL for the tail, oldest token first, then the new tokens. The tail's oldest
+    # token has index `packed` after the sink
     number = block * BLOCK + tl.arange(0, BLOCK)
     source = number + packed - SINK
     token = tl.where(number < SINK, number, number + packed)
     keep = token < stored
-    if HAS_CHUNK:
-        chunk = number - (SINK + TAIL)
+    if HAS_NEW:
+        new = number - (SINK + TAIL)
         new_tokens = tl.load(real + b) if HAS_ORDER else tokens
-        in_chunk = (chunk >= 0) & (chunk < new_tokens)
-        token = tl.where(chunk >= 0, stored + chunk, token)
-        keep = tl.where(chunk >= 0, in_chunk, keep)
+        is_new = (new >= 0) & (new < new_tokens)
+        token = tl.where(new >= 0, stored + new, token)
+        keep = tl.where(new >= 0, is_new, keep)
         if HAS_ORDER:
-            chunk = tl.load(order + b * tokens + chunk, mask=in_chunk, other=0)
-        source = tl.where(number >= SINK + TAIL, chunk, source)
+            new = tl.load(order + b * tokens + new, mask=is_new, other=0)
+        source = tl.where(number >= SINK + TAIL, new, source)
     keep = keep & (token >= first) & (token < first + count)
     position = bh * count + token - first
     _copy_window(
         sink_k, tail_k, k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d, out_k, bh, number, source, position, keep,
-        DK, DK_PADDED, SINK, TAIL, HAS_CHUNK,
+        DK, DK_PADDED, SINK, TAIL, HAS_NEW,
     )  # fmt: skip
     _copy_window(
         sink_v, tail_v, v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, out_v, bh, number, source, position, keep,
-        DV, DV_PADDED, SINK, TAIL, HAS_CHUNK,
+        DV, DV_PADDED, SINK, TAIL, HAS_NEW,
     )  # fmt: skip
 
 
@@ -125,13 +125,13 @@ def unpack_kernel(
     record_k_stride, record_v_stride, heads, pages, tokens, first, count, blocks, tiles_k,
     DECODE_K: tl.constexpr, DECODE_V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, HAS_NEW: tl.constexpr, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write tokens `first` to `first + count` of every row to out_k and out_v `[B, H, count, D]`.
 
-    Grid (row * head, index). The first `blocks` programs of axis 1 copy the window and the chunk, the next `tiles_k` decode
-    packed keys, and the others decode packed values.
+    Grid (row * head, index). The first `blocks` programs of axis 1 copy the window and the new tokens, the next `tiles_k`
+    decode packed keys, and the others decode packed values.
     """
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -141,7 +141,7 @@ def unpack_kernel(
             sink_k, sink_v, tail_k, tail_v, length, paged, k, v, order, real, out_k, out_v,
             k_stride_b, k_stride_h, k_stride_s, k_stride_d, v_stride_b, v_stride_h, v_stride_s, v_stride_d,
             bh, b, h, index, tokens, first, count,
-            DK, DV, DK_PADDED, DV_PADDED, SINK, TAIL, HAS_CHUNK, HAS_ORDER, BLOCK,
+            DK, DV, DK_PADDED, DV_PADDED, SINK, TAIL, HAS_NEW, HAS_ORDER, BLOCK,
         )  # fmt: skip
     elif index < blocks + tiles_k:
         _read_tile(
@@ -183,7 +183,7 @@ def _page_readers(
 
 
 class NewTokens(NamedTuple):
-    """Tokens of a chunk that follow the stored ones: k, v `[B, H, S, D]`. For a padded chunk: positions of the real
+    """Tokens that follow the stored ones: k, v `[B, H, S, D]`. With padding: positions of the real
     tokens `[B, S]` and their number `[B]`, int32."""
 
     k: torch.Tensor
@@ -236,7 +236,7 @@ def unpack(
         PAGE=spec.page_size,
         PAGE_BYTES=page_bytes,
         VALUE_AT=values.part_at,
-        HAS_CHUNK=new is not None,
+        HAS_NEW=new is not None,
         HAS_ORDER=order is not None,
         BLOCK=WINDOW_BLOCK,
         BLOCK_K=block_k,

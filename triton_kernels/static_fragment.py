@@ -13,7 +13,7 @@ from . import static
 
 _FIELDS = (
     *static.Params._fields,
-    # whether rows of an operand are channels (values); a lane's words for a block of 32 tokens; words of one load
+    # whether rows of an operand are channels (values); a lane's words for a segment of 32 tokens; words of one load
     *("transposed", "lane_words", "vector"),
     # keys: for each group of channels, the offsets of its planes in a lane's data, in quarter words
     "plane_at",

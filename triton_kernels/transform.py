@@ -1,4 +1,4 @@
-"""Factors of channels and the Hadamard rotation. One launch transforms a chunk's keys and queries, bit for bit as
+"""Factors of channels and the Hadamard rotation. One launch transforms new keys and queries, bit for bit as
 `transforms` defines it."""
 
 from __future__ import annotations

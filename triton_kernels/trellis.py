@@ -44,11 +44,11 @@ def params(fmt: Trellis, head_dim: int, page_size: int, dtype, ptx: bool) -> Par
 
 
 @triton.jit
-def _path(page, block, lane, field, step, keep, P: tl.constexpr):
-    """Path bits of one step of the chains that begin in this block of 32 tokens; 0 before the first step.
+def _path(page, segment, lane, field, step, keep, P: tl.constexpr):
+    """Path bits of one step of the chains that begin in this segment of 32 tokens; 0 before the first step.
     field: the first field of each chain."""
     word = step // P.fields
-    token = 32 * (block + word // P.lane_words)
+    token = 32 * (segment + word // P.lane_words)
     bit = 2 * (field + step % P.fields)
     return _load(page, token, lane, word % P.lane_words, bit, keep & (step >= 0), P) & 1
 

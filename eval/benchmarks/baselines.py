@@ -38,7 +38,7 @@ from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, announcement, longest_window
 from hf_lowbit_kv.calibration.progress import LogLines, Report, reporting, say
-from hf_lowbit_kv.calibration.window_reading import attend_in_full
+from hf_lowbit_kv.calibration.window_passes import attend_in_full
 from hf_lowbit_kv.eval.benchmarks.measure import TEXTS, TextNames, check_texts, measured, setting
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Run
 from hf_lowbit_kv.eval.local_models import load_model, varied_texts
@@ -208,7 +208,7 @@ class Moments:
 
 @torch.no_grad()
 def read_moments(
-    model: Any, windows: Sequence[torch.Tensor], told: Callable[[int], None] = lambda done: None
+    model: Any, windows: Sequence[torch.Tensor], progress: Callable[[int], None] = lambda done: None
 ) -> dict[int, Moments]:
     """Moments of each packed layer, summed over the windows. A window holds token ids, int64 `[S]`.
 
@@ -227,7 +227,7 @@ def read_moments(
             layer.step = moments.setdefault(index, Moments()).step  # type: ignore[method-assign]
         with selected(model):
             model(window[None].to(model.device), **as_argument(cache), use_cache=True, logits_to_keep=1)
-        told(number + 1)
+        progress(number + 1)
     return moments
 
 

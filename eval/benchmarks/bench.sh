@@ -48,7 +48,7 @@ measure bench_memory generate
 # docs/benchmarks.md, then docs/dev/calibrated-presets.md and docs/dev/own-formats.md: 4 minutes, 40 GB
 measure bench_prompt model --layers 8 --tokens 32768 --chunk 8192 --chunk 2048 --preset kivi-4 --preset kivi-2
 measure bench_prompt model --layers 8 --tokens 32768 --chunk 8192 --preset vecinfer-2 --preset vecinfer-1.5 --preset eigen-2
-# docs/dev/reading-prompts.md: 5 minutes, 40 GB
+# docs/dev/prefill.md: 5 minutes, 40 GB
 measure bench_prompt attention
 # docs/benchmarks.md: 12, 8 and 3 minutes, 40 GB
 measure bench_decode --preset dense --preset int8 --preset int6 --preset int5 --preset fp8 --preset kv8 --preset kivi-4 --preset bitdecoding-kc-4 --preset bitdecoding-kt-4 --preset kv4 --preset k4v2 --preset kivi-2 --preset bitdecoding-kc-2 --preset kitty --preset kitty-pro $all $both

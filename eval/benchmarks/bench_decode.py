@@ -11,9 +11,9 @@ machines and days.
   part for storing. It is `step_ms` less the attention of the same steps over the tokens stored then, timed in the
   same rounds.
 - `behind_ms`, `step_behind_ms`: `ms` and `step_ms` when another kernel runs before each call, as in a model
-  (`time_behind`). Then neither data nor instructions are in a cache of the GPU.
+  (`time_cold`). Then neither data nor instructions are in a cache of the GPU.
 - `ratio`, `step_ratio`, `behind_ratio`, `step_behind_ratio`: time of the fastest peer divided by ours. A peer only
-  attends. Its inputs rotate as ours do. For the `behind` ratios, another kernel also runs before the peer.
+  attends. Its inputs rotate as ours do. For the `cold` ratios, another kernel also runs before the peer.
   `step_behind_ratio` is closest to what a model gains.
 - `byte_limit_ratio`: `ratio` of a step that only reads its packed bytes, at the bandwidth measured in the same run.
   For ragged batches the peer is the preset `dense`, because PyTorch's attention needs rows of one length.
@@ -63,7 +63,7 @@ from hf_lowbit_kv.eval.benchmarks.timing import (
     Inputs,
     read_bandwidth,
     sets_needed,
-    time_behind,
+    time_cold,
     time_interleaved,
     usable_peers,
 )
@@ -143,15 +143,15 @@ def measure(
     ]
     candidates += [Candidate(name, calls) for name, calls in peers.items()]
     firsts = [Candidate(each.name, each.calls[:1], each.graph) for each in candidates]
-    behind = time_behind(firsts, device, rounds)
+    cold = time_cold(firsts, device, rounds)
     times = time_interleaved(candidates, device, rounds)
-    alone = {name: times.pop(name) for name in trees}
-    alone_behind = {name: behind.pop(name) for name in trees}
+    attend_only = {name: times.pop(name) for name in trees}
+    attend_cold = {name: cold.pop(name) for name in trees}
     peer = min(times, key=times.__getitem__) if times else None
-    peer_ms, behind_peer_ms = (times[peer], min(behind.values())) if peer else (None, None)
+    peer_ms, cold_peer_ms = (times[peer], min(cold.values())) if peer else (None, None)
     append_ms = time_append(cases[0], backend, graph, device, rounds)
-    steps, attention_ms, steps_behind = time_steps(trees, backend, graph, device, rounds)
-    ms, step_ms, nbytes = alone[OURS], steps[OURS], cases[0].nbytes
+    steps, attention_ms, steps_cold = time_steps(trees, backend, graph, device, rounds)
+    ms, step_ms, nbytes = attend_only[OURS], steps[OURS], cases[0].nbytes
 
     def against_peer(our_ms: float, peer_ms: float | None) -> float | None:
         return None if peer_ms is None else peer_ms / our_ms
@@ -174,11 +174,11 @@ def measure(
         "step_ratio": against_peer(step_ms, peer_ms),
         "step_append_ms": step_ms - attention_ms,
         "step_append_share": step_ms / attention_ms - 1,
-        "behind_ms": alone_behind[OURS],
-        "behind_peer_ms": behind_peer_ms,
-        "behind_ratio": against_peer(alone_behind[OURS], behind_peer_ms),
-        "step_behind_ms": steps_behind[OURS],
-        "step_behind_ratio": against_peer(steps_behind[OURS], behind_peer_ms),
+        "behind_ms": attend_cold[OURS],
+        "behind_peer_ms": cold_peer_ms,
+        "behind_ratio": against_peer(attend_cold[OURS], cold_peer_ms),
+        "step_behind_ms": steps_cold[OURS],
+        "step_behind_ratio": against_peer(steps_cold[OURS], cold_peer_ms),
         "transform": str(spec.key_transform),
         "bytes": nbytes,
         "bandwidth": bandwidth,
@@ -191,10 +191,10 @@ def measure(
     if against is not None:
         record |= {
             "against": against.name,
-            "against_ms": alone[AGAINST],
-            "against_behind_ms": alone_behind[AGAINST],
+            "against_ms": attend_only[AGAINST],
+            "against_behind_ms": attend_cold[AGAINST],
             "against_step_ms": steps[AGAINST],
-            "against_step_behind_ms": steps_behind[AGAINST],
+            "against_step_behind_ms": steps_cold[AGAINST],
         }
     if backend == "cuda" and fixed_order():
         record["fixed_order"] = True
@@ -219,7 +219,7 @@ def time_steps(
     """Times of decode steps that store their token, in milliseconds, as means over as many steps as a page has tokens.
 
     Returns:
-        Steps, for each tree; the attention of these steps alone, for the first tree; and steps after another kernel, for
+        Steps, for each tree; only the attention of these steps, for the first tree; and steps after another kernel, for
         each tree.
     """
     cases = next(iter(trees.values()))
@@ -232,13 +232,13 @@ def time_steps(
     def steps(of_tree: Sequence[PackedCase]) -> list[Callable[[], Any]]:
         return [partial(case.step, token, backend) for token in range(len(along)) for case in of_tree]
 
-    alone = [partial(case.attend_at, token, at, backend) for token, at in enumerate(along) for case in cases]
+    attend_only = [partial(case.attend_at, token, at, backend) for token, at in enumerate(along) for case in cases]
     candidates = [Candidate(name, steps(of_tree), graph, before) for name, of_tree in trees.items()]
-    times = time_interleaved([*candidates, Candidate("alone", alone, graph, before)], device, rounds)
+    times = time_interleaved([*candidates, Candidate("attend", attend_only, graph, before)], device, rounds)
     firsts = [Candidate(each.name, each.calls[:: len(cases)], graph, before) for each in candidates]
-    behind = time_behind(firsts, device, rounds)
+    cold = time_cold(firsts, device, rounds)
     before()
-    return times, times.pop("alone"), behind
+    return times, times.pop("attend"), cold
 
 
 # ---- all cells --------------------------------------------------------------------------------------------------------

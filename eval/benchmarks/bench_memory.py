@@ -18,7 +18,7 @@ use at the end (total less free: memory reserved by PyTorch, CUDA's own memory a
 `batch`: largest batch and throughput under a memory budget. This is Kitty's experiment: a model of the Qwen3 8B shape
 (random weights), prompts of 100 tokens, 8192 new tokens, 80 GB in total. PyTorch's allocator is limited to this budget. A
 batch fits if its last steps run. To test this, caches are filled with random keys and values almost to the end, and
-`generate` goes on from there. Steps are timed at the start, in the middle and at the end. Their time grows linearly with
+`generate` continues from there. Steps are timed at the start, in the middle and at the end. Their time grows linearly with
 the stored tokens. Simpson's rule over the three times therefore gives the time of the whole run (without reading the
 prompts).
 
@@ -86,17 +86,17 @@ def measure(
         **options: further arguments of `from_preset`.
 
     Returns:
-        A record without provenance. Bytes: `growth` (peak), `model_alone` (peak without a cache; only for whole
+        A record without provenance. Bytes: `growth` (peak), `model_growth` (peak without a cache; only for whole
         prompts), `counted` (their difference), `limit`, the cache's `nbytes` and its parts, and `layer_prompt`.
         `within` says whether the limit holds.
     """
     config, device = model.config, model.device
     prompt = torch.randint(0, config.vocab_size, (batch, tokens), device=device)
-    model_alone: int | None = 0
+    model_growth: int | None = 0
     if prefill_chunk is None:
-        with PeakMemory(device) as alone:
+        with PeakMemory(device) as without_cache:
             model(prompt, use_cache=False, logits_to_keep=1)
-        model_alone = alone.growth
+        model_growth = without_cache.growth
     cache = lb.from_preset(preset, model, **options)
     begin = time.perf_counter()
     with PeakMemory(device) as peak:
@@ -115,7 +115,7 @@ def measure(
     nbytes = cache.nbytes
     layer_prompt = 2 * batch * tokens * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     limit = int(1.1 * nbytes) + layer_prompt
-    counted = None if peak.growth is None or model_alone is None else peak.growth - model_alone
+    counted = None if peak.growth is None or model_growth is None else peak.growth - model_growth
     return {
         "preset": preset,
         "layers": config.num_hidden_layers,
@@ -125,7 +125,7 @@ def measure(
         "prefill_chunk": prefill_chunk,
         "dtype": str(model.dtype).removeprefix("torch."),
         "growth": peak.growth,
-        "model_alone": model_alone,
+        "model_alone": model_growth,
         "counted": counted,
         "limit": limit,
         "within": None if counted is None else counted <= limit,

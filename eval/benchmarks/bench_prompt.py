@@ -298,7 +298,7 @@ def pieces(prompt: int, length: int, chunk: int, packs: Sequence[int]) -> Iterat
 
 
 @torch.no_grad()
-def logits_behind(
+def logits_after(
     model: Any, cache: Any, ids: torch.Tensor, prompt: int, chunk: int, packs: Sequence[int]
 ) -> torch.Tensor:
     """Logits `[n, vocabulary]` that predict the `n` tokens after the prompt. The first are those of the prompt's last
@@ -343,13 +343,13 @@ def measure_kl(
     scores = {(name, chunk): (Scores(), Scores()) for name in presets for chunk in sizes}
     for ids in (window.to(model.device) for window in windows):
         labels = ids[0, prompt:]
-        full = Expected(logits_behind(model, DynamicCache(config=model.config), ids, prompt, 0, ()), labels)
+        full = Expected(logits_after(model, DynamicCache(config=model.config), ids, prompt, 0, ()), labels)
         for name in presets:
             packs = chunk_bounds(lb.get_preset(name).spec(), length, 128)
             whole = full
             for chunk in sizes:
                 cache = lb.from_preset(name, model)
-                logits = logits_behind(model, cache, ids, prompt, chunk, packs)
+                logits = logits_after(model, cache, ids, prompt, chunk, packs)
                 if chunk == 0:
                     whole = Expected(logits, labels)
                 scores[name, chunk][0].add(logits, full)

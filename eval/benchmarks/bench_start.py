@@ -91,9 +91,9 @@ def measure(
 
 def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
     """The record of a new process, which keeps compiled kernels only below `folders`."""
-    places = {name: str(folders / name.lower()) for name in FOLDERS}
-    for place in places.values():
-        Path(place).mkdir(parents=True, exist_ok=True, mode=0o700)
+    cache_folders = {name: str(folders / name.lower()) for name in FOLDERS}
+    for path in cache_folders.values():
+        Path(path).mkdir(parents=True, exist_ok=True, mode=0o700)
     command = [
         sys.executable,
         "-m",
@@ -102,7 +102,7 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
         str(time.time()),
         *arguments,
     ]
-    done = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **cache_folders}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not lines:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

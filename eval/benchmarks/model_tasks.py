@@ -161,7 +161,7 @@ def packed_share(preset: str, tokens: list[int]) -> float:
     return sum(spec.paged_after(max(count - spec.sink, 0)) / count for count in tokens) / len(tokens)
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """A prompt's tokens, the end of an answer, the most tokens of an answer, and the score of an answer (0 to 1)."""
 
     task: str
@@ -172,23 +172,23 @@ class Asked(NamedTuple):
     score: Callable[[str], float]
 
 
-def asked(task: str, tokenizer: Any, context: int, limit: int) -> list[Asked]:
+def questions_of(task: str, tokenizer: Any, context: int, limit: int) -> list[Question]:
     """The items of a task. `context` is of RULER's tasks. `limit`: most items; 0: all (of RULER's tasks `RULER_ITEMS`)."""
     if task in ruler_tasks.TASKS:
         most = ruler_tasks.answer_tokens(task)
         return [
-            Asked(task, str(index), ids, None, most, functools.partial(ruler_tasks.score, task, answers))
+            Question(task, str(index), ids, None, most, functools.partial(ruler_tasks.score, task, answers))
             for index, (ids, answers) in enumerate(ruler_tasks.samples(task, context, limit or RULER_ITEMS, tokenizer))
         ]
     items = WORKED[task]()
     tokens = tokenizer(prompts(items, SHOTS[task])[: limit or None]).input_ids
     return [
-        Asked(task, item.name, ids, item.stop, ANSWER[task], item.solved)
+        Question(task, item.name, ids, item.stop, ANSWER[task], item.solved)
         for item, ids in zip(items, tokens, strict=False)
     ]
 
 
-def answers(model: Any, tokenizer: Any, preset: str, questions: list[Asked]) -> list[Result]:
+def answers(model: Any, tokenizer: Any, preset: str, questions: list[Question]) -> list[Result]:
     """The answers of a preset. No answer depends on other questions (`share_prefixes=False`).
 
     Raises:
@@ -212,7 +212,7 @@ def answers(model: Any, tokenizer: Any, preset: str, questions: list[Asked]) -> 
     return results
 
 
-def scores(questions: list[Asked], results: list[Result]) -> list[float]:
+def scores(questions: list[Question], results: list[Result]) -> list[float]:
     texts = [
         (result.text or "").split(each.stop)[0] if each.stop else (result.text or "")
         for each, result in zip(questions, results, strict=True)
@@ -250,7 +250,7 @@ def main(
     groups = [(None, [each for each in chosen if each in WORKED])]
     groups += [(length, [each for each in chosen if each not in WORKED]) for length in context or [4096]]
     for length, names in groups:
-        questions = [x for each in names for x in asked(each, tokenizer, length or 0, limit)]
+        questions = [x for each in names for x in questions_of(each, tokenizer, length or 0, limit)]
         for which in preset if questions else ():
             begin = time.perf_counter()
             results = answers(loaded, tokenizer, which, questions)

@@ -133,13 +133,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         if root != self.package:
             return None
         top = self.folder / (parts.pop(0) if parts[:1] == ["triton_kernels"] else OURS)
-        place = top.joinpath(*parts)
-        is_package = (place / "__init__.py").is_file()
-        file = place / "__init__.py" if is_package else place.with_suffix(".py")
+        module_path = top.joinpath(*parts)
+        is_package = (module_path / "__init__.py").is_file()
+        file = module_path / "__init__.py" if is_package else module_path.with_suffix(".py")
         if not file.is_file():
             return None
         loader = _Renaming(fullname, str(file), self.package)
-        locations = [str(place)] if is_package else None
+        locations = [str(module_path)] if is_package else None
         return importlib.util.spec_from_file_location(
             fullname, file, loader=loader, submodule_search_locations=locations
         )

@@ -128,7 +128,7 @@ def matrix() -> list[tuple[str, str]]:
 
 
 #: numbers encoded in one call when pages are filled
-SLAB = 2**26
+NUMBERS_AT_ONCE = 2**26
 
 
 @dataclass
@@ -306,9 +306,9 @@ def _fill_side(
     count, heads, device = pages.shape[0], pages.shape[1], pages.device
     scale = (0.5 * torch.randn(heads, 1, head_dim, device=device)).exp()
     offset = torch.randn(heads, 1, head_dim, device=device)
-    slab = max(SLAB // (heads * page_size * head_dim), 1)
-    for low in range(0, count, slab):
-        high = min(low + slab, count)
+    pages_at_once = max(NUMBERS_AT_ONCE // (heads * page_size * head_dim), 1)
+    for low in range(0, count, pages_at_once):
+        high = min(low + pages_at_once, count)
         x = torch.randn(high - low, heads, page_size, head_dim, device=device) * scale + offset
         pages[low:high] = fmt.encode(x.to(dtype), parameters=tensors)
 

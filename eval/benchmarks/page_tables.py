@@ -62,7 +62,7 @@ def _commits(records: Iterable[Record]) -> str:
     return f"Commits of these records: {named}."
 
 
-def _place(preset: str) -> tuple[int, str]:
+def _preset_order(preset: str) -> tuple[int, str]:
     """Order of a preset in tables: listed presets, those of papers, others by name."""
     order = [*PRESETS, *PAPER_PRESETS]
     return (order.index(preset) if preset in order else len(order)), preset
@@ -80,7 +80,7 @@ def _decode(records: list[Record]) -> str | None:
         cells.setdefault(gpu, {}).setdefault((preset, shape), {"preset": preset})[backend] = record
     tables = [
         f"### {gpu}\n\n"
-        + crossed(own, {"preset": "`{preset}`"}, _of(SHAPES, own), _decode_cell, lambda place: _place(*place))
+        + crossed(own, {"preset": "`{preset}`"}, _of(SHAPES, own), _decode_cell, lambda key: _preset_order(*key))
         for gpu, own in sorted(sorted(cells.items()), key=lambda item: -len(item[1]))
     ]
     tables_shown = "\n".join(tables)
@@ -147,11 +147,11 @@ def _step_tables(last: dict[tuple, Record]) -> str:
     tables = []
     if usual:
         preset = {"preset": "`{preset}`"}
-        tables.append(crossed(usual, preset, _of(heads, usual), cell, lambda place: _place(*place)))
+        tables.append(crossed(usual, preset, _of(heads, usual), cell, lambda key: _preset_order(*key)))
     if others:
         shape = {"other shapes": lambda record: packed_layer.SHAPES[record["shape"]].words()}
-        columns = {preset: f"`{preset}`" for preset in sorted({key[1] for key in others}, key=_place)}
-        tables.append(crossed(others, shape, columns, cell, lambda place: order.index(*place)))
+        columns = {preset: f"`{preset}`" for preset in sorted({key[1] for key in others}, key=_preset_order)}
+        tables.append(crossed(others, shape, columns, cell, lambda key: order.index(*key)))
     return "\n".join(tables)
 
 

@@ -192,15 +192,15 @@ def crossed(
     """A Markdown table in which a record is a cell.
 
     Args:
-        cells: records by what stands in their row, and last by their column.
+        cells: records, keyed by the values of their row and, last, by their column.
         rows: the columns before: of the first record of each row.
         columns: head of each column. Rows without a cell in these columns are left out.
         order: key to sort rows by [default: as they first appear].
     """
-    places = list(dict.fromkeys(key[:-1] for key in cells))
+    row_keys = list(dict.fromkeys(key[:-1] for key in cells))
     body = []
-    for place in places if order is None else sorted(places, key=order):
-        own = [cells.get((*place, column)) for column in columns]
+    for row_key in row_keys if order is None else sorted(row_keys, key=order):
+        own = [cells.get((*row_key, column)) for column in columns]
         if first := next((record for record in own if record is not None), None):
             body.append([*(cell_of(first, each) for each in rows.values()), *(cell_of(record, cell) for record in own)])
     return markdown_table([*rows, *columns.values()], body)

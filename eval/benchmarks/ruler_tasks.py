@@ -168,15 +168,15 @@ def needles(
     rng.shuffle(hidden)
     if haystack == "essay":
         sentences = re.split(r"(?<=[.!?]) ", " ".join(_essay_words()[:size]))
-        places = sorted(len(sentences) * depth // 100 for depth in rng.sample(DEPTHS, len(hidden)))
+        positions = sorted(len(sentences) * depth // 100 for depth in rng.sample(DEPTHS, len(hidden)))
     else:
         sentences = [
             NOISE if haystack == "repeat" else needle(_needle_part(rng, key), _needle_part(rng, value))
             for _ in range(size)
         ]
-        places = sorted(rng.sample(range(size), len(hidden)))
-    for place, line in zip(reversed(places), reversed(hidden), strict=True):
-        sentences.insert(place, line)
+        positions = sorted(rng.sample(range(size), len(hidden)))
+    for position, line in zip(reversed(positions), reversed(hidden), strict=True):
+        sentences.insert(position, line)
     queried = rng.sample(range(keys), queries)
     *first, last = [names[i] for i in queried]
     template = _template("niah")
@@ -207,10 +207,10 @@ def _chain(rng: random.Random, size: int, letters: int, hops: int = 4) -> Drawn:
     number = str(rng.randrange(10000, 99999))
     lines = [f"VAR {names[0]} = {number}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(names))]
     sentences = [f"{NOISE}\n"] * max(size, len(lines))
-    for shift, (place, line) in enumerate(
+    for shift, (position, line) in enumerate(
         zip(sorted(rng.sample(range(len(sentences)), len(lines))), lines, strict=True)
     ):
-        sentences.insert(place + shift, line)
+        sentences.insert(position + shift, line)
     context = " ".join(sentences).replace(". \n", ".\n")
     return Drawn(_template("variable_tracking").format(context=context, query=number, num_v=len(names)), names)
 

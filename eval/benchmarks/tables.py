@@ -160,9 +160,9 @@ def _with_error(record: Record | None) -> str:
 def _columns(keys: Mapping[str, str], *texts: str) -> list[tuple[str, Callable[[PresetRow], str]]]:
     """Head and cell of columns with the figures `keys` (head -> field) of each text."""
     return [
-        (f"{text}: {head}" if place == 0 else head, _figure(text, key))
+        (f"{text}: {head}" if index == 0 else head, _figure(text, key))
         for text in texts
-        for place, (head, key) in enumerate(keys.items())
+        for index, (head, key) in enumerate(keys.items())
     ]
 
 
@@ -344,7 +344,7 @@ def points(rows: list[PresetRow]) -> list[Record]:
     Kitty's ablations other than by variance are left out, because they have their own table."""
     shown: dict[tuple[float, float], Record] = {}
     listed = {
-        name: place for place, name in enumerate(lb.preset_names())
+        name: index for index, name in enumerate(lb.preset_names())
     }  # if several presets store the same, the first listed one is shown
     for row in sorted(rows, key=lambda row: listed.get(row.preset, len(listed))):
         ablation = row.preset.startswith("kitty") and row.preset.endswith(("-random", "-range", "-hadamard-variance"))

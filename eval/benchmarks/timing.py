@@ -104,19 +104,20 @@ def time_interleaved(candidates: Sequence[Candidate], device: torch.device, roun
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def time_behind(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
+def time_cold(candidates: Sequence[Candidate], device: torch.device, rounds: int = 20) -> dict[str, float]:
     """Like `time_interleaved`, but each call runs after another kernel, whose time is subtracted. This kernel reads
     four times the size of the L2 cache. In a model, the products with weights between two layers' attention do the
     same. A call that is only repeated would find its instructions and tables in caches. Inputs need not rotate
     (`sets_needed`)."""
     rows = torch.ones(_cache_bytes(device), device=device).view(-1, 2**16)  # float32
 
-    def behind(call: Callable[[], Any]) -> Callable[[], Any]:
+    def after_eviction(call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (rows.sum(-1), call())
 
     front = Candidate("", [lambda: rows.sum(-1)])
     pairs = [
-        dataclasses.replace(candidate, calls=[behind(call) for call in candidate.calls]) for candidate in candidates
+        dataclasses.replace(candidate, calls=[after_eviction(call) for call in candidate.calls])
+        for candidate in candidates
     ]
     times = time_interleaved([front, *pairs], device, rounds)
     front_ms = times.pop("")

@@ -22,7 +22,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ..formats import bricks, fragment
+from ..formats import core_matrices, fragment
 from ..formats.registered import without_kernels
 from ..storage import reference
 from ..storage.layer_spec import LayerSpec
@@ -158,7 +158,7 @@ class Cuda(Backend):
     name = "cuda"
     layouts: ClassVar[dict[str, tuple[str, str]]] = {
         "separate": fragment.LAYOUTS,
-        "latent": (bricks.LAYOUT, bricks.LAYOUT),
+        "latent": (core_matrices.LAYOUT, core_matrices.LAYOUT),
     }
     advice = "; use backend='triton'"
     #: lowest compute capability of the kernels
@@ -253,7 +253,7 @@ def check_backend(backend: str | None) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{source}={name!r} is not known; allowed: {tuple(BACKENDS)}")
     if (missing := BACKENDS[name].missing()) is not None:
-        raise ImportError(f"{source}={name!r} was asked for and {missing}")
+        raise ImportError(f"{source}={name!r} was requested, but {missing}")
 
 
 def choose_backend(backend: str | None, served: Served) -> str:

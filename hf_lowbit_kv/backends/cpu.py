@@ -46,21 +46,21 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     keys, values, valid = _gathered(chunk, store)
     stored, earlier = keys.shape[2] - chunk.tokens, chunk.tokens_before
     before = stored + earlier
-    block = QUERY_BLOCK
+    query_block = QUERY_BLOCK
     if softcap is not None or sinks is not None:
-        block = max(min(block, SCORES // (q.shape[0] * q.shape[1] * keys.shape[2])), 1)
-    blocks = []
-    for start in range(0, tokens, block):
-        stop = min(start + block, tokens)
+        query_block = max(min(query_block, SCORES // (q.shape[0] * q.shape[1] * keys.shape[2])), 1)
+    outputs = []
+    for start in range(0, tokens, query_block):
+        stop = min(start + query_block, tokens)
         allowed = _allowed(earlier + start, earlier + stop, stored, mask, valid)
         inputs = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
         lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
-        blocks.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks, lacking).to(chunk.k.dtype))
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+        outputs.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks, lacking).to(chunk.k.dtype))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _gathered(chunk: Chunk, store: LayerStore):
-    """The stored tokens, in any order, followed by the chunk: keys and values float32 `[B, H, n, D]`. And a mask of the
+    """The stored tokens, in any order, followed by the new tokens: keys and values float32 `[B, H, n, D]`. And a mask of the
     stored tokens of each row, bool `[B, n - S]`, or `None` if all are valid."""
     k, v, mask = chunk[1:4]
     keys, values, valid = [], [], []
@@ -90,17 +90,17 @@ def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | None:
-    """The tokens to which query tokens `start` to `stop` of the chunk attend: bool `[B or 1, 1, stop - start, before +
+    """The tokens to which query tokens `start` to `stop` attend: bool `[B or 1, 1, stop - start, before +
     stop]`, stored tokens first; `None`: all tokens."""
     if stop == start + 1 and mask is None and valid is None:
         return None
     position = torch.arange(stop)
-    chunk = (position <= position[start:, None])[None]
+    new = (position <= position[start:, None])[None]
     if mask is not None:
-        chunk = chunk & mask[:, None, :stop]
+        new = new & mask[:, None, :stop]
     stored = torch.ones(1, 1, before, dtype=torch.bool) if valid is None else valid[:, None]
-    rows = max(chunk.shape[0], stored.shape[0])
-    return torch.cat([each.expand(rows, stop - start, -1) for each in (stored, chunk)], dim=-1)[:, None]
+    rows = max(new.shape[0], stored.shape[0])
+    return torch.cat([each.expand(rows, stop - start, -1) for each in (stored, new)], dim=-1)[:, None]
 
 
 def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks, lacking) -> torch.Tensor:

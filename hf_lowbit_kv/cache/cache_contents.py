@@ -87,7 +87,7 @@ def whole_pages(kept: Iterable[tuple[LayerSpec, int]], match: int) -> int:
 def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
     """Length of the common prefix of two texts, ids `[n]` on the CPU."""
     count = min(len(one), len(other))
-    differ = np.flatnonzero(one.numpy()[:count] != other.numpy()[:count])  # NumPy: see `prefix_reading._rows`
+    differ = np.flatnonzero(one.numpy()[:count] != other.numpy()[:count])  # NumPy: see `prefix_loading._rows`
     return int(differ[0]) if len(differ) else count
 
 

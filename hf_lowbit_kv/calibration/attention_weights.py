@@ -1,10 +1,10 @@
 """The weight of each token in a calibration: the attention of the queries that read the token packed.
 
 One token in a hundred gets most of the attention of far queries, and errors in other keys have little effect. The model
-reads a window once. Queries are grouped in chunks, which begin at the same tokens as pages. Queries two or more chunks
+reads a window once. Queries are grouped like pages: a group begins where a page begins. Queries two or more groups
 after the page of a token read it packed. Only these queries count:
 
-    a_j = 1 / n_j * sum over queries t of those chunks, and over the query heads of the KV head, of A_tj^2
+    a_j = 1 / n_j * sum over queries t of those groups, and over the query heads of the KV head, of A_tj^2
     n_j = the number of these queries, S - sink - page_size * (p + 2) for a token of page p
     w_j = min(30, a_j / mean of a)
 
@@ -27,7 +27,7 @@ LEAST_LENGTH = 1024
 #: largest weight of a token, as a multiple of the mean
 MOST_WEIGHT = 30.0
 #: largest number of queries whose attention is computed at once
-CHUNK = 128
+QUERY_BLOCK = 128
 
 
 class PageGrid(NamedTuple):
@@ -75,9 +75,9 @@ def squared_attention(
     extra = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
     total = torch.zeros(heads, length, device=key.device)
     position = torch.arange(length, device=key.device)
-    step = min(grid.page_size, CHUNK)
+    step = min(grid.page_size, QUERY_BLOCK)
     for start in range(grid.sink + 2 * grid.page_size, length, grid.page_size):
-        packed = start - grid.page_size  # the chunk's queries read all tokens before it packed
+        packed = start - grid.page_size  # these queries read all tokens before it packed
         for low in range(start, min(start + grid.page_size, length), step):
             high = min(low + step, start + grid.page_size, length)
             q = grouped[:, :, low:high].float()

@@ -20,7 +20,7 @@ from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
 from .calibration_windows import Tokens, announcement, check_texts, first_positions, longest_window
 from .calibrators import ALIKE
 from .progress import Report, reporting, say
-from .window_reading import read_windows
+from .window_passes import run_windows
 
 
 def calibrate(
@@ -104,7 +104,7 @@ def calibrate(
     with reporting(progress) as report:
         count = len(windows.windows)
         report("reading", 0, count)
-        read_windows(model, windows.windows, kept.see, lambda done: report("reading", done, count), grids, firsts)
+        run_windows(model, windows.windows, kept.see, lambda done: report("reading", done, count), grids, firsts)
         if extra is not None:
             passes = len(gradient_sides) * len(extra.windows)
             report("gradients", 0, passes)

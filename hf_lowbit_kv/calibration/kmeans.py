@@ -13,7 +13,7 @@ MOST_POINTS = 256
 #: largest number of iterations (VecInfer, section 4.1)
 ITERATIONS = 30
 #: largest number of distances that a GPU computes at once
-_CHUNK = 1 << 27
+_MAX_DISTANCES = 1 << 27
 
 
 def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS) -> torch.Tensor:
@@ -88,7 +88,7 @@ def _assign(x: torch.Tensor, centroids: torch.Tensor) -> tuple[torch.Tensor, tor
     """The nearest centroid of each point, int64 `[n]`, and its squared distance, float32 `[n]`."""
     squares = (centroids * centroids).sum(-1)
     codes, distances = [], []
-    for part in x.split(max(_CHUNK // len(centroids), 1)):
+    for part in x.split(max(_MAX_DISTANCES // len(centroids), 1)):
         distance, code = torch.addmm(squares, part, centroids.T, alpha=-2).min(-1)
         codes.append(code)
         distances.append(distance + (part * part).sum(-1))

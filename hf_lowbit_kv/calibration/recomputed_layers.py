@@ -35,7 +35,7 @@ def recomputable_layers(model: torch.nn.Module, cache: Any) -> dict[torch.nn.Mod
 
 @contextmanager
 def recomputed_layers(model: torch.nn.Module, cache: Any) -> Iterator[None]:
-    """Inside, layers of the model keep only their inputs for the backward pass, which must also run inside.
+    """Within the context, layers of the model keep only their inputs for the backward pass, which must run in it too.
 
     Args:
         cache: the empty transformers cache with which the model is called.

@@ -26,9 +26,9 @@ from .base import Format, Parameter, Tensors
 DIMS = (2, 4, 8)
 BITS = (*range(3, 13), 16)
 #: tokens whose indices of one sub-vector are packed together
-BLOCK = 32
+SEGMENT = 32
 #: largest number of distances computed at a time
-_CHUNK = 1 << 22
+_MAX_DISTANCES = 1 << 22
 
 
 @dataclass(frozen=True, repr=False)
@@ -114,7 +114,7 @@ class Codebook(Format):
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         count = head_dim // self.dim
         if self.layout == "planar-1":
-            return [("codes", torch.int32, (page_size // BLOCK, count, self.bits))]
+            return [("codes", torch.int32, (page_size // SEGMENT, count, self.bits))]
         return [("codes", torch.int32, fragment.shape_of_words(count * self.bits // 32, page_size))]
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
@@ -128,11 +128,11 @@ class Codebook(Format):
 
     def _pack(self, codes: torch.Tensor) -> torch.Tensor:
         """int64 `[..., page, D / dim]` -> the array `codes`."""
-        blocks = codes.unflatten(-2, (-1, BLOCK))
+        segments = codes.unflatten(-2, (-1, SEGMENT))
         if self.layout == "planar-1":
-            return pack_stream(blocks.transpose(-1, -2), self.bits)
+            return pack_stream(segments.transpose(-1, -2), self.bits)
         position, _ = self._positions(codes.shape[-1], codes.device)
-        words = pack_stream(blocks.flatten(-2)[..., position], self.bits)  # [..., blocks, lanes, words]
+        words = pack_stream(segments.flatten(-2)[..., position], self.bits)  # [..., segments, lanes, words]
         return words.unflatten(-1, (-1, fragment.vector(words.shape[-1]))).transpose(-2, -3)
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Codebook(Format):
             return unpack_stream(words, self.bits).transpose(-1, -2).flatten(-3, -2)
         _, order = self._positions(count, words.device)
         streams = unpack_stream(words.transpose(-2, -3).flatten(-2), self.bits)
-        return streams.flatten(-2)[..., order].unflatten(-1, (BLOCK, count)).flatten(-3, -2)
+        return streams.flatten(-2)[..., order].unflatten(-1, (SEGMENT, count)).flatten(-3, -2)
 
     def _positions(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         position, order = _lane_positions(self.dim, count, self.layout)
@@ -151,7 +151,7 @@ class Codebook(Format):
 
 @functools.cache
 def _lane_positions(dim: int, count: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices of a block (32 tokens, `count` sub-vectors) that belong to each lane, in order: int64 `[32, count]`,
+    """The indices of a segment (32 tokens, `count` sub-vectors) that belong to each lane, in order: int64 `[32, count]`,
     as positions `token * count + sub-vector`. And the inverse, `[32 * count]`.
 
     Lane `4 g + t` (`g` 0..7, `t` 0..3) has for keys: tokens `4 g` to `4 g + 3` of each of its sub-vectors; its channels
@@ -206,12 +206,12 @@ def _nearest(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     kind = torch.float64 if wide else torch.float32
     squares = (centroids * centroids).sum(-1).to(kind)
     largest, codes = squares.max(), []
-    for part in x.split(max(_CHUNK // len(centroids), 1)):
+    for part in x.split(max(_MAX_DISTANCES // len(centroids), 1)):
         distance = torch.addmm(squares, part.to(kind), centroids.to(kind).T, alpha=-2)  # less |x|^2
         low, code = distance.min(-1)
         slack = 2.0**-18 * ((part * part).sum(-1) + largest)
         unclear = torch.nonzero(~((distance <= (low + slack)[:, None]).sum(-1) == 1))[:, 0]
-        for rows in unclear.split(max(_CHUNK // (len(centroids) * 4), 1)):
+        for rows in unclear.split(max(_MAX_DISTANCES // (len(centroids) * 4), 1)):
             code[rows] = squared_distance(part[rows, None], centroids).nan_to_num(torch.inf, torch.inf).argmin(-1)
         codes.append(code)
     return torch.cat(codes) if codes else x.new_zeros(0, dtype=torch.int64)

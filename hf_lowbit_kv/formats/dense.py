@@ -8,19 +8,19 @@ from typing import ClassVar
 
 import torch
 
-from . import bricks
+from . import core_matrices
 from .base import Format, Tensors
 
 
 @dataclass(frozen=True, repr=False)
 class Dense(Format):
-    """The model's dtype, token by token (layout `planar-1`), or in `bricks`. The backend chooses the layout.
+    """The model's dtype, token by token (layout `planar-1`), or in `core_matrices`. The backend chooses the layout.
 
     Example:
         >>> cache = lb.LowBitCache(model, lb.Dense(), "int4-token")  # keys in 16 bits, values in 4
     """
 
-    layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT)
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", core_matrices.LAYOUT)
 
     layout: str = "planar-1"
 
@@ -33,7 +33,7 @@ class Dense(Format):
 
     @classmethod
     def parse(cls, name: str) -> Dense | None:
-        match = re.fullmatch(f"dense(?:@({bricks.LAYOUT}))?", name)
+        match = re.fullmatch(f"dense(?:@({core_matrices.LAYOUT}))?", name)
         return cls(match[1] or "planar-1") if match else None
 
     @property
@@ -42,7 +42,7 @@ class Dense(Format):
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         if self.layout != "planar-1":
-            return [("codes", dtype, bricks.shape(head_dim, page_size, dtype))]
+            return [("codes", dtype, core_matrices.shape(head_dim, page_size, dtype))]
         return [("codes", dtype, (page_size, head_dim))]
 
     def encode_arrays(self, x: torch.Tensor, parameters: Tensors = ()) -> dict[str, torch.Tensor]:
@@ -52,13 +52,13 @@ class Dense(Format):
         return self._unpack(arrays["codes"], head_dim)
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.layout == "planar-1" else bricks.pack(x)
+        return x if self.layout == "planar-1" else core_matrices.pack(x)
 
     def _unpack(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
-        return codes if self.layout == "planar-1" else bricks.unpack(codes)
+        return codes if self.layout == "planar-1" else core_matrices.unpack(codes)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         if self.layout != "planar-1":
-            bricks.merge_tokens(old["codes"], new["codes"], at, count)
+            core_matrices.merge_tokens(old["codes"], new["codes"], at, count)
         else:
             super().merge_tokens(old, new, at, count)

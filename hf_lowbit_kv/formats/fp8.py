@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from . import bricks, fragment
+from . import core_matrices, fragment
 from .base import Format, Tensors
 
 Granularity = Literal["token", "block", "static"]
@@ -44,7 +44,7 @@ class Fp8(Format):
     Args:
         granularity: which numbers share a scale: those of a `token` (absmax / 448; SnapMLA, section 3.1), those of a
             `block` of 64 tokens x 64 channels, or all, with the fixed scale 1 (`static`).
-        layout: order of the codes: token after token (`planar-1`), `bricks`, or, with a scale for each token,
+        layout: order of the codes: token after token (`planar-1`), `core_matrices`, or, with a scale for each token,
             `fragment` (`pairs`; `codes` int32). The backend chooses it.
 
     Example:
@@ -53,7 +53,7 @@ class Fp8(Format):
         'fp8-static'
     """
 
-    layouts: ClassVar[tuple[str, ...]] = ("planar-1", bricks.LAYOUT, *fragment.LAYOUTS)
+    layouts: ClassVar[tuple[str, ...]] = ("planar-1", core_matrices.LAYOUT, *fragment.LAYOUTS)
 
     granularity: Granularity = "token"
     layout: str = "planar-1"
@@ -101,7 +101,7 @@ class Fp8(Format):
         if self.fragments:
             codes = ("codes", torch.int32, fragment.shape(8, head_dim, page_size))
         elif self.layout != "planar-1":
-            codes = ("codes", torch.float8_e4m3fn, bricks.shape(head_dim, page_size, torch.float8_e4m3fn))
+            codes = ("codes", torch.float8_e4m3fn, core_matrices.shape(head_dim, page_size, torch.float8_e4m3fn))
         if self.granularity == "token":
             return [codes, ("scale", torch.float32, (page_size, 1))]
         if self.granularity == "block":
@@ -129,21 +129,21 @@ class Fp8(Format):
         """e4m3 `[..., page, D]` -> the array `codes`."""
         if self.fragments:
             return fragment.pack(codes.view(torch.uint8), 8, self.layout, pairs=True)
-        return codes if self.layout == "planar-1" else bricks.pack(codes)
+        return codes if self.layout == "planar-1" else core_matrices.pack(codes)
 
     def _unpack(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The array `codes` -> e4m3 `[..., page, D]`."""
         if self.fragments:
             numbers = fragment.unpack(codes, 8, self.layout, head_dim, pairs=True)
             return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
-        return codes if self.layout == "planar-1" else bricks.unpack(codes)
+        return codes if self.layout == "planar-1" else core_matrices.unpack(codes)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         old, new = dict(old), dict(new)
         if self.fragments:
             fragment.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, 8, self.layout, pairs=True)
         elif self.layout != "planar-1":
-            bricks.merge_tokens(old.pop("codes"), new.pop("codes"), at, count)
+            core_matrices.merge_tokens(old.pop("codes"), new.pop("codes"), at, count)
         super().merge_tokens(old, new, at, count)
 
 

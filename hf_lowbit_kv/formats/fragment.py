@@ -4,8 +4,8 @@ The left operand of `mma.m16n8k16`, 16 rows by 16 columns, is four registers in 
 0..3) holds in register `i` the columns `2 t` and `2 t + 1` (plus 8 for `i >= 2`) of row `g` (plus 8 for odd `i`). Pages
 are stored as 32-bit words. A lane reads a word, masks it, and passes it to that instruction, so no data crosses lanes.
 
-    page    = blocks of 32 tokens
-    block   = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (`V` is 4, or 2 or 1)
+    page    = segments of 32 tokens
+    segment = [words / V][32 lanes][V words]: `V` consecutive words of a lane are one load (`V` is 4, or 2 or 1)
     words   = for each 16 channels `c`: `bits / 2` words, which hold two operands `h` = 0, 1 (16 tokens each)
     word    = its fields, for element e (0: low 16 bits, 1: high 16 bits), register i, operand h, at bit
               2 bits: 16 e + 8 (i & 1) + 2 (i >> 1) + 4 h         one word
@@ -18,7 +18,7 @@ Numbers of e4m3 (`pairs`) are not masked but converted, two at a time: half of a
 Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1)
 of an operand is
 
-    token   4 x + 2 h + j   of the block: a lane's four rows are four neighbours, whose metadata is one load
+    token   4 x + 2 h + j   of the segment: a lane's four rows are four neighbours, whose metadata is one load
     channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`, so that a lane's channels are eight
     neighbours,
             as unpacked tokens are loaded as well (where 16 channels are left over: 4 (x >> 1) + 2 j + (x & 1))
@@ -34,13 +34,13 @@ import torch
 
 #: the layout of keys, and that of values
 LAYOUTS = ("fragment-1", "fragment-1t")
-#: tokens of a block
-BLOCK = 32
+#: tokens of a segment
+SEGMENT = 32
 LANES = 32
 
 
 def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
-    """Shape of the array of words: `[blocks, words / V, lanes, V]`."""
+    """Shape of the array of words: `[segments, words / V, lanes, V]`."""
     return shape_of_words(head_dim // 16 * bits // 2, page_size)
 
 
@@ -50,8 +50,8 @@ def vector(count: int) -> int:
 
 
 def shape_of_words(count: int, page_size: int) -> tuple[int, ...]:
-    """`[blocks, words / V, lanes, V]` for lanes that have `count` words of a block."""
-    return page_size // BLOCK, count // vector(count), LANES, vector(count)
+    """`[segments, words / V, lanes, V]` for lanes that have `count` words of a segment."""
+    return page_size // SEGMENT, count // vector(count), LANES, vector(count)
 
 
 def head_dim(shape: torch.Size, bits: int) -> int:
@@ -76,11 +76,11 @@ def row_of(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Te
 
 @functools.cache
 def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For one block: the position of each field among the block's tokens and channels, `[words / V, lanes, V, fields]`;
+    """For one segment: the position of each field among the segment's tokens and channels, `[words / V, lanes, V, fields]`;
     the bit of each field; and the field of each position, `[32 * head_dim]`."""
     per_tile = bits // 2
-    _, chunks, _, vector = shape(bits, head_dim, BLOCK)
-    word = torch.arange(chunks * vector).view(chunks, 1, vector, 1)
+    _, loads, _, vector = shape(bits, head_dim, SEGMENT)
+    word = torch.arange(loads * vector).view(loads, 1, vector, 1)
     lane = torch.arange(LANES).view(1, LANES, 1, 1)
     field = torch.arange(32 // bits)
     e, field = field // (16 // bits), field % (16 // bits)
@@ -98,29 +98,29 @@ def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.T
     (token_j, token_x), (channel_j, channel_x) = (row, column) if layout == LAYOUTS[0] else (column, row)
     token = 4 * token_x + 2 * h + token_j
     position = token * head_dim + channel(c, channel_j, channel_x, head_dim)
-    position = position.expand(chunks, LANES, vector, 32 // bits).contiguous()
+    position = position.expand(loads, LANES, vector, 32 // bits).contiguous()
     return position, torch.arange(32 // bits, dtype=torch.int64) * bits, position.flatten().argsort()
 
 
 def pack(codes: torch.Tensor, bits: int, layout: str, pairs: bool = False) -> torch.Tensor:
-    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. pairs: e4m3 codes, of 8 bits."""
+    """int `[..., page, D]` -> int32 words `[..., segments, words / V, lanes, V]`. pairs: e4m3 codes, of 8 bits."""
     position, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
-    blocks = codes.long().unflatten(-2, (-1, BLOCK)).flatten(-2, -1)
-    return (blocks[..., position] << shift).sum(-1).to(torch.int32)
+    segments = codes.long().unflatten(-2, (-1, SEGMENT)).flatten(-2, -1)
+    return (segments[..., position] << shift).sum(-1).to(torch.int32)
 
 
 def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int, pairs: bool = False) -> torch.Tensor:
     """The inverse of `pack`."""
     _, shift, order = (x.to(words.device) for x in _fields(bits, layout, head_dim, pairs))
     fields = (words.long().unsqueeze(-1) >> shift) & (2**bits - 1)
-    return fields.flatten(-4, -1)[..., order].unflatten(-1, (BLOCK, head_dim)).flatten(-3, -2)
+    return fields.flatten(-4, -1)[..., order].unflatten(-1, (SEGMENT, head_dim)).flatten(-3, -2)
 
 
 def merge_tokens(
     old: torch.Tensor, new: torch.Tensor, at: int, count: int, bits: int, layout: str, pairs: bool = False
 ) -> None:
     """Copy the codes of tokens `at` to `at + count` of the words `new` into `old`: a word holds several tokens."""
-    tokens, channels = old.shape[-4] * BLOCK, head_dim(old.shape, bits)
+    tokens, channels = old.shape[-4] * SEGMENT, head_dim(old.shape, bits)
     taken = torch.zeros(tokens, channels, dtype=torch.int32, device=old.device)
     taken[at : at + count] = 2**bits - 1
     mask = pack(taken, bits, layout, pairs)
@@ -136,17 +136,17 @@ class Plane(NamedTuple):
     shifts: torch.Tensor
 
 
-#: for each plane: the word of each token and column of a block, and the lowest bit of its field; int64 `[32, n]` both
+#: for each plane: the word of each token and column of a segment, and the lowest bit of its field; int64 `[32, n]` both
 Positions = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def pack_planes(codes: torch.Tensor, planes: Sequence[Plane], positions: Positions, count: int) -> torch.Tensor:
-    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`. count: a lane's words of a block."""
+    """int `[..., page, D]` -> int32 words `[..., segments, words / V, lanes, V]`. count: a lane's words of a segment."""
     *lead, page_size, _ = codes.shape
-    words = codes.new_zeros(*lead, page_size // BLOCK, LANES * count, dtype=torch.int64)
-    blocks = codes.long().unflatten(-2, (-1, BLOCK))
+    words = codes.new_zeros(*lead, page_size // SEGMENT, LANES * count, dtype=torch.int64)
+    segments = codes.long().unflatten(-2, (-1, SEGMENT))
     for plane, (position, bit) in zip(planes, positions, strict=True):
-        fields = (blocks[..., plane.channels] >> plane.shifts.to(codes.device)) & (2**plane.width - 1)
+        fields = (segments[..., plane.channels] >> plane.shifts.to(codes.device)) & (2**plane.width - 1)
         fields = fields << bit.to(codes.device)
         words.index_add_(-1, position.flatten().to(codes.device), fields.flatten(-2))  # fields do not overlap
     words = torch.where(words >= 2**31, words - 2**32, words)
@@ -156,7 +156,7 @@ def pack_planes(codes: torch.Tensor, planes: Sequence[Plane], positions: Positio
 def unpack_planes(words: torch.Tensor, planes: Sequence[Plane], positions: Positions, head_dim: int) -> torch.Tensor:
     """The inverse of `pack_planes`: int32 `[..., page, D]`."""
     wide = words.long().flatten(-3)
-    codes = words.new_zeros(*wide.shape[:-1], BLOCK, head_dim)
+    codes = words.new_zeros(*wide.shape[:-1], SEGMENT, head_dim)
     for plane, (position, bit) in zip(planes, positions, strict=True):
         fields = (wide[..., position.to(words.device)] >> bit.to(words.device)) & (2**plane.width - 1)
         fields = fields.int() << plane.shifts.to(words.device)

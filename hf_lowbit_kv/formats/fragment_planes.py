@@ -1,7 +1,7 @@
 """Codes of 5 and 6 bits in the order of tensor-core fragments: a plane of their high 4 bits, and a plane of their low
 bits.
 
-Words, lanes, rows and columns are those of `fragment`. A block of 32 tokens is `[words / V][32 lanes][V words]`. Its
+Words, lanes, rows and columns are those of `fragment`. A segment of 32 tokens is `[words / V][32 lanes][V words]`. Its
 first words are those of `fragment` for 4 bits. The words of the low bits follow: for low parts of 2 bits, one
 word for each 16 channels `c`; for low parts of 1 bit, one word for two times 16 channels (`c` even and odd). In this
 word, the low part for element e, register i and operand h is at bit
@@ -18,28 +18,28 @@ import functools
 import torch
 
 from . import fragment
-from .fragment import BLOCK, LANES, LAYOUTS, Plane
+from .fragment import LANES, LAYOUTS, SEGMENT, Plane
 
 #: bits of the first plane
 HIGH = 4
 
 
 def words(bits: int, head_dim: int) -> tuple[int, int]:
-    """32-bit words of a lane for a block of 32 tokens: those of the first plane, and those of both."""
+    """32-bit words of a lane for a segment of 32 tokens: those of the first plane, and those of both."""
     first = head_dim // 16 * (HIGH // 2)
     return first, first + head_dim // (16 if bits - HIGH == 2 else 32)
 
 
 def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
-    """Shape of the array of words: `[blocks, words / V, lanes, V]`."""
+    """Shape of the array of words: `[segments, words / V, lanes, V]`."""
     return fragment.shape_of_words(words(bits, head_dim)[1], page_size)
 
 
 @functools.cache
 def _positions(bits: int, layout: str, head_dim: int) -> fragment.Positions:
-    """For each plane, int64 `[32, head_dim]` for the tokens and channels of a block: the position of the word, and the
+    """For each plane, int64 `[32, head_dim]` for the tokens and channels of a segment: the position of the word, and the
     lowest bit in it."""
-    token, channel = torch.arange(BLOCK)[:, None], torch.arange(head_dim)[None, :]
+    token, channel = torch.arange(SEGMENT)[:, None], torch.arange(head_dim)[None, :]
     token_x, token_j, h = token >> 2, token & 1, token >> 1 & 1
     c, *of_channel = fragment.row_of(channel, head_dim)
     of_token = (token_j, token_x)
@@ -50,7 +50,7 @@ def _positions(bits: int, layout: str, head_dim: int) -> fragment.Positions:
     wide, positions = fragment.vector(count), []
     for word, at in ((2 * c + h, bit), low):
         position = word // wide * (LANES * wide) + lane * wide + word % wide
-        positions.append((position.expand(BLOCK, head_dim).contiguous(), at.expand(BLOCK, head_dim).contiguous()))
+        positions.append((position.expand(SEGMENT, head_dim).contiguous(), at.expand(SEGMENT, head_dim).contiguous()))
     return tuple(positions)
 
 
@@ -61,7 +61,7 @@ def _planes(bits: int, head_dim: int) -> tuple[Plane, ...]:
 
 
 def pack(codes: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
-    """int `[..., page, D]` -> int32 words `[..., blocks, words / V, lanes, V]`."""
+    """int `[..., page, D]` -> int32 words `[..., segments, words / V, lanes, V]`."""
     head_dim = codes.shape[-1]
     positions, count = _positions(bits, layout, head_dim), words(bits, head_dim)[1]
     return fragment.pack_planes(codes, _planes(bits, head_dim), positions, count)
@@ -74,7 +74,7 @@ def unpack(array: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.
 
 def merge_tokens(old: torch.Tensor, new: torch.Tensor, at: int, count: int, bits: int, layout: str) -> None:
     """Like `fragment.merge_tokens`."""
-    tokens, head_dim = old.shape[-4] * BLOCK, fragment.head_dim(old.shape, bits)
+    tokens, head_dim = old.shape[-4] * SEGMENT, fragment.head_dim(old.shape, bits)
     taken = torch.zeros(tokens, head_dim, dtype=torch.int32, device=old.device)
     taken[at : at + count] = 2**bits - 1
     mask = pack(taken, bits, layout)

@@ -20,7 +20,7 @@ Codes are stored as *planes* of 4, 2 and 1 bits. Codes of 3 bits have a plane of
 one of 4 and one of 1. For a kernel, a second plane is a few more channels, whose query is multiplied by `2 ** shift`.
 
 The CUDA kernels store codes in the order of tensor-core fragments: layouts `fragment-1` (keys), `fragment-1t` (values).
-Words, lanes and rows are those of `fragment`: a page is blocks of 32 tokens, a block is `[words / V][32 lanes][V
+Words, lanes and rows are those of `fragment`: a page is segments of 32 tokens, a segment is `[words / V][32 lanes][V
 words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a register. Only the places of the planes
 in the words differ.
 
@@ -28,7 +28,7 @@ Keys. Eight neighbouring channels of one plane are an *octet*. It fills half of 
 `t` have its channels `2 t + e`. Octets are in the order of the planes (4 bits, 2, 1). A word has four bits per number: one
 octet of 4 bits, two of 2, or four of 1. The field of an octet that begins at bit `at` (0 to 3) of these four is
 
-    token 4 g + 2 h + j of the block: bits 16 e + 8 j + 4 h + at and up
+    token 4 g + 2 h + j of the segment: bits 16 e + 8 j + 4 h + at and up
 
 The part `8 j + 4 h` depends only on the token, so it is the same in every plane. The part `at` depends only on the octet,
 so kernels multiply its queries by a power of two instead of shifting codes.
@@ -52,7 +52,7 @@ from . import fragment
 from .affine import pack_words, unpack_words
 from .base import Format, Parameter, Tensors
 from .boosted import fold_sum
-from .fragment import BLOCK, LANES, LAYOUTS, Plane
+from .fragment import LANES, LAYOUTS, SEGMENT, Plane
 
 #: number of channels of an octet (see above)
 OCTET = 8
@@ -81,7 +81,7 @@ def validate(pattern: str, token_scale: bool, head_dim: int, layout: str) -> Non
 
 
 def words(planes: Sequence[Plane], layout: str) -> int:
-    """Number of 32-bit words that a lane has of a block of 32 tokens."""
+    """Number of 32-bit words that a lane has of a segment of 32 tokens."""
     if layout == LAYOUTS[0]:
         return -(-sum(len(plane.channels) * plane.width for plane in planes) // (4 * OCTET))
     return sum(len(plane.channels) * plane.width for plane in planes) // 32
@@ -89,10 +89,10 @@ def words(planes: Sequence[Plane], layout: str) -> int:
 
 @functools.cache
 def _positions(pattern: str, layout: str, head_dim: int) -> fragment.Positions:
-    """Where the planes of `pattern` are in the words of a block."""
+    """Where the planes of `pattern` are in the words of a segment."""
     planes = _planes(pattern, head_dim)
     wide = fragment.vector(words(planes, layout))
-    token, positions, before = torch.arange(BLOCK)[:, None], [], 0
+    token, positions, before = torch.arange(SEGMENT)[:, None], [], 0
     for width, channel, _ in planes:
         column = torch.arange(len(channel))
         g, h, j = token >> 2, token >> 1 & 1, token & 1
@@ -112,7 +112,7 @@ def _positions(pattern: str, layout: str, head_dim: int) -> fragment.Positions:
             else:
                 word, bit = head_dim // 16 + tile // 2, bit + 2 * j + 4 * h + (tile & 1)
         position = word // wide * (LANES * wide) + lane * wide + word % wide
-        shape = (BLOCK, len(channel))
+        shape = (SEGMENT, len(channel))
         positions.append((position.expand(shape).contiguous(), bit.expand(shape).contiguous()))
         before += width * -(-len(channel) // OCTET)
     return tuple(positions)
@@ -145,7 +145,7 @@ class Static(Format):
     - With `token_scale`: `scale` uint8 `[page_size / 2]`. Byte `i` has k + 8 of token `2 i` in the low four bits, of token
       `2 i + 1` in the high ones.
 
-    In layouts `fragment-1` (keys) and `fragment-1t` (values), `codes` is int32 `[blocks, words / V, 32, V]`, in the order
+    In layouts `fragment-1` (keys) and `fragment-1t` (values), `codes` is int32 `[segments, words / V, 32, V]`, in the order
     of tensor-core fragments (see the top of this file).
     """
 

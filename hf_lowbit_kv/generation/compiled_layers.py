@@ -19,8 +19,8 @@ _as_compiled = ProcessWide(lambda: torch.compiler.set_stance("fail_on_recompile"
 
 
 def recorded_as_compiled(model: nn.Module, capturing: bool = False) -> contextlib.AbstractContextManager:
-    """Inside, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled: a recorded
-    step captures the launches of the uncompiled model.
+    """Within the context, compiled layers of the model run compiled. A model that is compiled as a whole runs uncompiled: a
+    recorded step captures the launches of the uncompiled model.
 
     Args:
         capturing: whether the step is being captured. Compilation then raises.

@@ -130,7 +130,7 @@ def compile_first(model: Any, cache: LowBitCache, rows: int, options: Mapping[st
 
 @contextlib.contextmanager
 def compile_limit(step: str) -> Iterator[None]:
-    """Inside, one model may be compiled for `COMPILED_STEPS` kinds of step."""
+    """Within the context, one model may be compiled for `COMPILED_STEPS` kinds of step."""
     if step != "compiled":
         yield
         return

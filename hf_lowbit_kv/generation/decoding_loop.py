@@ -26,8 +26,8 @@ from .overriding import ProcessWide, original, overridden
 
 #: why a text ended: values of `Result.finish_reason` and `Chat.finish_reason`
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-#: for the call that runs in this thread: the cache whose stop check may be late; the cache, and the callable that runs
-#: its steps
+#: of the call that runs in this thread: `_late`: the cache whose stop check may be late; `_stepped`: the cache, and the
+#: callable that runs its steps
 _late: contextvars.ContextVar[Any] = contextvars.ContextVar("late", default=None)
 _stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.ContextVar("stepped", default=(None, None))
 
@@ -37,7 +37,7 @@ _stepped: contextvars.ContextVar[tuple[Any, Callable | None]] = contextvars.Cont
 
 @contextlib.contextmanager
 def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> Iterator[None]:
-    """Inside, `generate` calls of this thread run the steps of this cache with `step`.
+    """Within the context, `generate` calls of this thread run the steps of this cache with `step`.
 
     transformers then makes the masks before it calls the model, as for compiled steps. Inside the model, masks would be
     made from Python numbers, which a captured step would repeat.
@@ -92,8 +92,8 @@ def _decode(model: Any, compiled: Callable[[], Callable], **inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def late_stop_check(cache: Any, device: torch.device) -> Iterator[None]:
-    """Inside, `generate` calls of this thread with this cache check one step late whether all rows have finished. So they
-    never wait for the GPU.
+    """Within the context, `generate` calls of this thread with this cache check one step late whether all rows have finished.
+    So they never wait for the GPU.
 
     transformers has this check, but uses it only on one kind of device. On others it reads a flag back in every step, so
     each step takes its launch time in addition. The late check runs one step too many at the end, and undoes it.

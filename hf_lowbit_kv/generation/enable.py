@@ -26,10 +26,10 @@ from .fusing import compile_ahead
 from .generate import acquire_cache
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
-from .prefill import read_prompt
-from .prefix_reading import PrefixCall, Prefixes, check_prefixes
+from .prefill import prefill_prompt
+from .prefix_loading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_continued, remember_text
-from .whole_reading import keeping_cache
+from .whole_prompt import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
@@ -296,8 +296,10 @@ def _prepare_cache_for_generation(
     model_kwargs[NAME] = cache
     call.caches.append(cache)
     _take_prefix(enabled, call, cache, generation_config)
-    if generation_config.prefill_chunk_size is None:  # with a size, transformers reads the chunks itself
-        read_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
+    if (
+        generation_config.prefill_chunk_size is None
+    ):  # if the caller gives a chunk size, transformers prefills the chunks itself
+        prefill_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
 
 
 def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:

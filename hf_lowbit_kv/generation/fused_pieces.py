@@ -1,6 +1,6 @@
 """Pieces of a model that one kernel can compute instead of several: norms, rotary embeddings, gates, products.
 
-A piece computes its result in three ways: like its module (`plain`), by a kernel (`fused`), and in float64
+A piece has three computations of its result: by its module (`unfused`), by a kernel (`fused`), and in float64
 (`compared`). `piece_finder` finds the pieces of a model, and `fusing` uses them.
 """
 
@@ -39,10 +39,10 @@ Comparison = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NotFusedError(Exception):
-    """The piece stays as the model computes it; the text says why."""
+    """A piece cannot be fused; the message is the reason."""
 
 
-class Plain(NamedTuple):
+class Unfused(NamedTuple):
     """A piece that is not fused."""
 
     kind: str
@@ -65,8 +65,8 @@ class Piece:
         self.module: Any = module
 
     @property
-    def ways(self) -> tuple[str, ...]:
-        """How the piece may be fused, the fastest first."""
+    def variants(self) -> tuple[str, ...]:
+        """The variants of its kernel, the fastest first."""
         return (self.kind,)
 
     @property
@@ -76,12 +76,12 @@ class Piece:
 
     @property
     def mismatch(self) -> str | None:
-        """Why the piece must stay plain, found in a step, no matter what its kernel computes."""
+        """Why the piece must stay unfused, found in a step, no matter what its kernel computes."""
         return None
 
-    def counted(self, way: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
-        """The entries of `summary()` if this way, or none, is used: kind, name, and the reason if it is plain."""
-        yield self.kind, self.name, reason if way is None else None
+    def counted(self, variant: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
+        """The entries of `summary()` if this variant (`None`: none) is used: kind, name, and the reason if it is unfused."""
+        yield self.kind, self.name, reason if variant is None else None
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
         """Modules, and the replacements of their `forward` with which `call` computes the piece."""
@@ -91,21 +91,21 @@ class Piece:
         """Arguments for a step of this many rows, to compile the kernel; `None`: they are not known."""
         return None
 
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
+    def unfused(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def fused(self, way: str, *args: Any, **kwargs: Any) -> Any:
+    def fused(self, variant: str, *args: Any, **kwargs: Any) -> Any:
         """The result by a kernel. Raises `NotFusedError` for arguments that it does not take."""
         raise NotImplementedError
 
-    def kernels(self, way: str, *args: Any, **kwargs: Any) -> Any:
+    def kernels(self, variant: str, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels of `fused` and none of the model's modules. A module of a model on several processes waits for
         all of them, so threads that compile ahead must not run one."""
-        return self.fused(way, *args, **kwargs)
+        return self.fused(variant, *args, **kwargs)
 
-    def compared(self, way: str, out: Any, *args: Any) -> Iterator[Comparison]:
+    def compared(self, variant: str, out: Any, *args: Any) -> Iterator[Comparison]:
         """The results that are compared before the kernel is used: the kernel's, the model's, and the exact one in
-        float64. out: what `plain` returned for these arguments."""
+        float64. out: what `unfused` returned for these arguments."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class Norm(Piece):
         )
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def variants(self) -> tuple[str, ...]:
         """PyTorch's own function takes 4.4 us where the kernel takes 1.6 (one H200), and needs no Triton."""
         if self.offset:
             return ("kernel",)
@@ -136,22 +136,22 @@ class Norm(Piece):
         weight = local(self.module.weight)
         return (weight.new_zeros(rows, 1, len(weight)),)
 
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
+    def unfused(self, x: torch.Tensor) -> torch.Tensor:
         return own_forward(self.module)(x)
 
-    def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
+    def fused(self, variant: str, x: torch.Tensor) -> torch.Tensor:
         weight: Any = local(self.module.weight)
-        if way == "torch":
+        if variant == "torch":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         check_kernels(x.device)
         from ..triton_kernels.fused_pieces import rms_norm
 
         return rms_norm(x, weight, self.eps, self.offset)
 
-    def compared(self, way: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, variant: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
         wide, weight = x.double(), local(self.module.weight).double()
         exact = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * (weight + self.offset)
-        yield self.fused(way, x), out, exact
+        yield self.fused(variant, x), out, exact
 
 
 class Rotary(Piece):
@@ -189,10 +189,10 @@ class Rotary(Piece):
         cos = weight.new_zeros(rows, 1, int(head_dim * part) // (2 if self.shared else 1))
         return q, k, cos, cos
 
-    def plain(self, *args: torch.Tensor) -> Any:
+    def unfused(self, *args: torch.Tensor) -> Any:
         return self.rotate(*args)
 
-    def fused(self, way: str, *args: torch.Tensor) -> Any:
+    def fused(self, variant: str, *args: torch.Tensor) -> Any:
         q, k, cos, _ = args
         turned = cos.shape[-1] * (2 if self.shared else 1)
         if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or turned > q.shape[-1] or cos.shape[1] != q.shape[2]:
@@ -202,15 +202,15 @@ class Rotary(Piece):
 
         return rotary(*args, shared=self.shared)
 
-    def compared(self, way: str, out: Any, *args: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, variant: str, out: Any, *args: torch.Tensor) -> Iterator[Comparison]:
         exact = self.rotate(*(x.double() for x in args))
-        yield from zip(self.fused(way, *args), out, exact, strict=True)
+        yield from zip(self.fused(variant, *args), out, exact, strict=True)
 
 
 class Gate(Piece):
     """The feed-forward layer `down(activation(gate(x)) * up(x))`; gate and up may be halves of one product.
 
-    Ways: `products`, both products and the activation in one launch; `gate`, only the activation.
+    Variants: `products`, both products and the activation in one launch; `gate`, only the activation.
     """
 
     kind = "gate"
@@ -222,16 +222,16 @@ class Gate(Piece):
         """what keeps the products apart"""
 
     @property
-    def ways(self) -> tuple[str, ...]:
+    def variants(self) -> tuple[str, ...]:
         return ("gate",) if self.joined or self.apart else ("products", "gate")
 
-    def counted(self, way: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
-        yield "gate", self.name, reason if way is None else None
+    def counted(self, variant: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
+        yield "gate", self.name, reason if variant is None else None
         if self.apart is not None:
             child, why = self.apart
             yield "products", f"{self.name}.{child}", why
         elif self.joined is None:
-            yield "products", self.name, None if way == "products" else reason
+            yield "products", self.name, None if variant == "products" else reason
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
         original = own_forward(self.module)
@@ -240,20 +240,20 @@ class Gate(Piece):
             lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else original(*args, **kwargs),
         )
 
-    def plain(self, x: torch.Tensor) -> torch.Tensor:
+    def unfused(self, x: torch.Tensor) -> torch.Tensor:
         return own_forward(self.module)(x)
 
-    def fused(self, way: str, x: torch.Tensor) -> torch.Tensor:
-        return self.module.down_proj(self.kernels(way, x))
+    def fused(self, variant: str, x: torch.Tensor) -> torch.Tensor:
+        return self.module.down_proj(self.kernels(variant, x))
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
-        if len(self.ways) == 1:
+        if len(self.variants) == 1:
             return None
         return (local(self.module.gate_proj.weight).new_zeros(rows, 1, self.module.gate_proj.in_features),)
 
-    def kernels(self, way: str, x: torch.Tensor) -> torch.Tensor:
+    def kernels(self, variant: str, x: torch.Tensor) -> torch.Tensor:
         check_kernels(x.device)
-        if way == "gate":
+        if variant == "gate":
             from ..triton_kernels.fused_pieces import gated
 
             return gated(*self._products(x), self.activation)
@@ -268,14 +268,14 @@ class Gate(Piece):
             return getattr(module, self.joined)(x).chunk(2, dim=-1)
         return module.gate_proj(x), module.up_proj(x)
 
-    def compared(self, way: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, variant: str, out: torch.Tensor, x: torch.Tensor) -> Iterator[Comparison]:
         gate, up = self._products(x)
-        plain = getattr(self.module, self.act)(gate) * up
-        if way == "gate":
+        unfused = getattr(self.module, self.act)(gate) * up
+        if variant == "gate":
             wide = gate.double(), up.double()
         else:
             wide = tuple(_wide_product(x, self.module.get_submodule(name)) for name in GATED)  # type: ignore[assignment]
-        yield self.kernels(way, x), plain, ACTIVATIONS[self.activation](wide[0]) * wide[1]
+        yield self.kernels(variant, x), unfused, ACTIVATIONS[self.activation](wide[0]) * wide[1]
 
 
 #: children of a gate whose products are separate
@@ -304,18 +304,18 @@ class Products(Piece):
     def example(self, rows: int) -> tuple[torch.Tensor, ...]:
         return (local(self.linears[0].weight).new_zeros(rows, 1, self.linears[0].in_features),)
 
-    def plain(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def unfused(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(own_forward(linear)(x) for linear in self.linears)
 
-    def fused(self, way: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def fused(self, variant: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         check_kernels(x.device)
         from ..triton_kernels.fused_products import products
 
         return products(_checked(x, self.linears[0]), _weights(self.linears), _biases(self.linears))
 
-    def compared(self, way: str, out: tuple[torch.Tensor, ...], x: torch.Tensor) -> Iterator[Comparison]:
+    def compared(self, variant: str, out: tuple[torch.Tensor, ...], x: torch.Tensor) -> Iterator[Comparison]:
         exact = [_wide_product(x, linear) for linear in self.linears]
-        yield from zip(self.fused(way, x), out, exact, strict=True)
+        yield from zip(self.fused(variant, x), out, exact, strict=True)
 
 
 class SharedInput:
@@ -356,7 +356,7 @@ class SharedInput:
 PAIRS, LIGER = "pairs are no halves", "of Liger-Kernel already"
 
 
-# ---- reasons to stay plain ---------------------------------------------------------------------------------------------
+# ---- reasons to stay unfused -----------------------------------------------------------------------------------------
 
 
 def why_not_replaced(module: nn.Module) -> str | None:
@@ -381,8 +381,8 @@ def why_no_products(linears: list[tuple[str, nn.Module]]) -> tuple[str, str] | N
         if (reason := why_not_replaced(linear)) is not None:
             return name, reason
         weight: Any = local(linear.weight)
-        plain = isinstance(linear.weight, nn.Parameter) and type(weight) in _PLAIN and weight.layout is torch.strided
-        if not plain or weight.stride(-1) != 1:
+        is_plain = isinstance(linear.weight, nn.Parameter) and type(weight) in _PLAIN and weight.layout is torch.strided
+        if not is_plain or weight.stride(-1) != 1:
             return name, "its weight is no plain tensor"
         if weight.dtype not in _SIXTEEN_BITS:
             return name, str(weight.dtype).removeprefix("torch.")

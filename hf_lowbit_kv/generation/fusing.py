@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..storage.process_stamps import Unstamped
-from .fused_pieces import KINDS, NotFusedError, Piece, Plain, own_forward, why_no_kernels
+from .fused_pieces import KINDS, NotFusedError, Piece, Unfused, own_forward, why_no_kernels
 from .piece_finder import Behaviour, find_pieces
 
 #: if a result differs from the formula by more than this part of its row's largest number, the module has another formula
@@ -41,7 +41,7 @@ class Substitute(Unstamped):
 
 @contextlib.contextmanager
 def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
-    """Inside, these modules have these forwards. Afterwards each has its own again, whatever happened."""
+    """Within the context, these modules have these `forward`s. Their own are restored at the end, also after an error."""
     with _placing:
         before = {module: vars(module).get("forward") for module in placed}
         try:
@@ -60,76 +60,82 @@ class Fusion:
     """Which pieces of a model a step computes by kernels. Refers to no module, so a model can be freed.
 
     Args:
-        why_not: why all of them stay plain, or `None`.
+        why_not: why all of them stay unfused, or `None`.
     """
 
     def __init__(self, why_not: str | None = None):
         self._why_not = why_not
         self._behaviour = Behaviour()  # three steps look for the pieces
-        self._reasons: dict[tuple[str, str], dict[str, str]] = {}  # for each piece: the ways that failed
-        self._ways: dict[tuple[str, str], str] = {}  # for each piece: the way that is accurate
+        self._reasons: dict[tuple[str, str], dict[str, str]] = {}  # for each piece: the variants that failed
+        self._variants: dict[tuple[str, str], str] = {}  # for each piece: the variant that is accurate
         self._report: list[tuple[str, str, str | None]] = []
         self.settled = why_not is not None
-        """whether it is known which pieces hold"""
+        """whether the accuracy of every piece is known"""
 
     @property
     def any(self) -> bool:
         """Whether a step has fused pieces, as far as known."""
-        return self._why_not is None and (not self.settled or bool(self._ways))
+        return self._why_not is None and (not self.settled or bool(self._variants))
 
     def give_up(self, reason: str) -> None:
-        """Make all later steps plain."""
+        """Make all later steps unfused."""
         self._why_not, self.settled = reason, True
 
     @contextlib.contextmanager
     def observing(self, model: Any) -> Iterator[None]:
-        """Inside, a step is plain, and kernels compute their results beside it.
+        """Within the context, a step is unfused, and kernels compute their results in addition.
 
-        Afterwards it is known which kernels are accurate. But if a piece's fastest way has failed and it has another
-        way, `settled` stays `False`, and another step is needed.
+        Afterwards it is known which kernels are accurate. But if a piece's fastest variant has failed and it has another
+        variant, `settled` stays `False`, and another step is needed.
         """
         for thread in _ahead.pop(model, ()):
             thread.join()
         try:
-            pieces, plain = _sorted(find_pieces(model, self._behaviour))
+            pieces, unfused = _sorted(find_pieces(model, self._behaviour))
         except Exception as error:  # a model that has modules of other kinds than torch's
             self.give_up(f"{type(error).__name__}: {error}")
             yield
             return
-        watches = {piece: _Watch(piece, way) for piece in pieces if (way := self._next_way(piece)) is not None}
+        watches = {
+            piece: _Watch(piece, variant) for piece in pieces if (variant := self._next_variant(piece)) is not None
+        }
         with substituted(_substitutes((piece, watch) for piece, watch in watches.items())):
             yield
         answers = _answers([each for watch in watches.values() for each in watch.errors])
         for piece, watch in watches.items():
             key = piece.kind, piece.name
             if (reason := watch.verdict(answers)) is None:
-                self._ways[key] = watch.way
-            elif watch.calls == 0:  # no other way is called either
-                self._reasons.setdefault(key, {}).update(dict.fromkeys(piece.ways, reason))
+                self._variants[key] = watch.variant
+            elif watch.calls == 0:  # no other variant is called either
+                self._reasons.setdefault(key, {}).update(dict.fromkeys(piece.variants, reason))
             else:
-                self._reasons.setdefault(key, {})[watch.way] = reason
-        self.settled = all(self._next_way(piece) is None for piece in pieces)
-        self._report = [*plain]
+                self._reasons.setdefault(key, {})[watch.variant] = reason
+        self.settled = all(self._next_variant(piece) is None for piece in pieces)
+        self._report = [*unfused]
         for piece in pieces:
             key = piece.kind, piece.name
             failed = self._reasons.get(key, {})
-            self._report += piece.counted(self._ways.get(key), next(iter(failed.values()), ""))
+            self._report += piece.counted(self._variants.get(key), next(iter(failed.values()), ""))
 
-    def _next_way(self, piece: Piece) -> str | None:
-        """The way to try next; `None` if one is accurate or all have failed."""
+    def _next_variant(self, piece: Piece) -> str | None:
+        """The variant to try next; `None` if one is accurate or all have failed."""
         key = piece.kind, piece.name
         failed = self._reasons.get(key, {})
-        return None if key in self._ways else next((way for way in piece.ways if way not in failed), None)
+        return (
+            None
+            if key in self._variants
+            else next((variant for variant in piece.variants if variant not in failed), None)
+        )
 
     @contextlib.contextmanager
     def in_force(self, model: Any) -> Iterator[None]:
-        """Inside, kernels compute the accurate pieces in this thread's steps of the model."""
+        """Within the context, kernels compute the accurate pieces in this thread's steps of the model."""
         if not self.any:
             yield
             return
         pieces, _ = _sorted(find_pieces(model, self._behaviour))
-        ways = {piece: self._ways.get((piece.kind, piece.name)) for piece in pieces}
-        calls = ((piece, _Fused(piece, way)) for piece, way in ways.items() if way is not None)
+        variants = {piece: self._variants.get((piece.kind, piece.name)) for piece in pieces}
+        calls = ((piece, _Fused(piece, variant)) for piece, variant in variants.items() if variant is not None)
         with substituted(_substitutes(calls)):
             yield
 
@@ -166,7 +172,7 @@ def compile_ahead(model: Any, rows: int) -> None:
 
     def compiled(piece: Piece, arguments: tuple[torch.Tensor, ...]) -> None:
         with contextlib.suppress(Exception), torch.no_grad():
-            piece.kernels(piece.ways[0], *arguments)
+            piece.kernels(piece.variants[0], *arguments)
 
     def work() -> None:
         from ..triton_kernels.common import interpreted
@@ -178,7 +184,7 @@ def compile_ahead(model: Any, rows: int) -> None:
             for piece in find_pieces(model):
                 if not isinstance(piece, Piece) or (arguments := piece.example(rows)) is None:
                     continue
-                kernel = piece.kind, piece.ways[0], *((x.shape, x.dtype) for x in arguments)
+                kernel = piece.kind, piece.variants[0], *((x.shape, x.dtype) for x in arguments)
                 if kernel not in seen:
                     seen.add(kernel)
                     pool.submit(compiled, piece, arguments)
@@ -201,7 +207,7 @@ _compiled: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary
 
 
 def why_nothing_fused(model: Any) -> str | None:
-    """Why all pieces of this model stay plain, or `None`."""
+    """Why all pieces of this model stay unfused, or `None`."""
     hooks = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks
     if any(hooks):
         return "hooks of all modules"
@@ -210,15 +216,15 @@ def why_nothing_fused(model: Any) -> str | None:
     return "train()" if model.training else None
 
 
-def _sorted(candidates: Iterator[Piece | Plain]) -> tuple[list[Piece], list[Plain]]:
+def _sorted(candidates: Iterator[Piece | Unfused]) -> tuple[list[Piece], list[Unfused]]:
     pieces: list[Piece] = []
-    plain: list[Plain] = []
+    unfused: list[Unfused] = []
     for each in candidates:
         if isinstance(each, Piece):
             pieces.append(each)
         else:
-            plain.append(each)
-    return pieces, plain
+            unfused.append(each)
+    return pieces, unfused
 
 
 def _shortened(names: list[str]) -> str:
@@ -234,34 +240,34 @@ def _substitutes(calls: Iterator[tuple[Piece, Callable[..., Any]]]) -> dict[nn.M
 class _Fused:
     """Compute a piece by its kernel, or by its module if the kernel does not take the arguments."""
 
-    def __init__(self, piece: Piece, way: str):
-        self._piece, self._way = piece, way
+    def __init__(self, piece: Piece, variant: str):
+        self._piece, self._variant = piece, variant
 
     def __call__(self, *args: Any) -> Any:
         try:
-            return self._piece.fused(self._way, *args)
+            return self._piece.fused(self._variant, *args)
         except NotFusedError:
-            return self._piece.plain(*args)
+            return self._piece.unfused(*args)
 
 
 class _Watch:
     """Compute a piece by its module, and compare the result with its kernel's."""
 
-    def __init__(self, piece: Piece, way: str):
-        self._piece, self.way = piece, way
+    def __init__(self, piece: Piece, variant: str):
+        self._piece, self.variant = piece, variant
         self.calls = 0
         self._reason: str | None = None
         self.errors: list[Errors] = []
 
     def __call__(self, *args: Any) -> Any:
-        out = self._piece.plain(*args)
+        out = self._piece.unfused(*args)
         self.calls += 1
         if self._reason is None:
             try:
-                for fused, plain, exact in self._piece.compared(self.way, out, *args):
-                    if (fused.shape, fused.dtype) != (plain.shape, plain.dtype):
-                        raise NotFusedError(f"its result has dtype {str(plain.dtype).removeprefix('torch.')}")
-                    self.errors.append(errors_of(fused, plain, exact))
+                for fused, unfused, exact in self._piece.compared(self.variant, out, *args):
+                    if (fused.shape, fused.dtype) != (unfused.shape, unfused.dtype):
+                        raise NotFusedError(f"its result has dtype {str(unfused.dtype).removeprefix('torch.')}")
+                    self.errors.append(errors_of(fused, unfused, exact))
             except NotFusedError as error:
                 self._reason = str(error)
             except Exception as error:  # a kernel that does not compile here, no memory to compare
@@ -292,10 +298,10 @@ class Errors:
         self.largest, self.eps = largest, eps
 
 
-def errors_of(fused: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> Errors:
+def errors_of(fused: torch.Tensor, unfused: torch.Tensor, exact: torch.Tensor) -> Errors:
     """The errors of both results, of the same shape and dtype; a row is their last dimension. exact: in float64."""
-    largest = torch.stack([fused - exact, plain - exact, exact]).abs().amax(-1).flatten(1)
-    return Errors(largest, torch.finfo(plain.dtype).eps)
+    largest = torch.stack([fused - exact, unfused - exact, exact]).abs().amax(-1).flatten(1)
+    return Errors(largest, torch.finfo(unfused.dtype).eps)
 
 
 def _answers(errors: list[Errors]) -> dict[Errors, tuple[bool, bool]]:

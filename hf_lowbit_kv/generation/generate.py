@@ -31,10 +31,10 @@ from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
 from .overriding import overridden
-from .prefill import check_chunk_size, read_prompt
-from .prefix_reading import PrefixCall, Prefixes, check_prefixes
+from .prefill import check_chunk_size, prefill_prompt
+from .prefix_loading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_text, remember_text
-from .whole_reading import keeping_cache
+from .whole_prompt import keeping_cache
 
 
 def generate(
@@ -174,12 +174,12 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         kept_prefix = None if prefixes is None else PrefixCall(inner, cache, arguments, prefixes)
         if kept_prefix is not None:
             kept_prefix.begin()
-        reading = read_prompt(inner, cache, arguments, _say if progress else lambda text: None)
+        prefill_options = prefill_prompt(inner, cache, arguments, _say if progress else lambda text: None)
         recorded = recording.recorded_step(cache, inner.device, call.fuse) if call.step == "recorded" else None
         if recorded is not None and call.fuse:
             compile_ahead(inner, call.rows)
         with decoding_with(inner, cache, recorded):
-            out = generates(model).generate(**{**arguments, **reading})
+            out = generates(model).generate(**{**arguments, **prefill_options})
     cache.check_overrun()
     remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:

@@ -78,7 +78,7 @@ def take_off(thing: Any, *functions: Callable) -> None:
 
 @contextlib.contextmanager
 def overridden(thing: Any, *functions: Callable) -> Iterator[None]:
-    """Inside, these functions override methods of `thing`; see `put_on`. Several threads may be inside."""
+    """Within the context, these functions override methods of `thing`; see `put_on`. Several threads may enter."""
     put_on(thing, *functions)
     try:
         yield
@@ -112,7 +112,7 @@ class ProcessWide:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, the change is in force for all threads."""
+        """Within the context, the change is in force for all threads."""
         with self._lock:
             if self._entered is None:
                 entered = self._change()

@@ -25,9 +25,9 @@ from .fused_pieces import (
     Norm,
     NotFusedError,
     Piece,
-    Plain,
     Products,
     Rotary,
+    Unfused,
     eps_of,
     innermost,
     why_no_products,
@@ -45,7 +45,7 @@ _GROUPS = (
 # ---- what modules compute ----------------------------------------------------------------------------------------------
 
 
-def twin(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]) -> Any:
+def reference_copy(module: nn.Module, parameters: dict[str, Any], children: dict[str, Any]) -> Any:
     """A copy of a module with other parameters and children; the module keeps its own."""
     other = copy.copy(module)
     vars(other).update(_parameters=parameters, _modules=children, training=False)
@@ -68,7 +68,7 @@ def norm_offset(module: Any) -> float | None:
     x = (_random(2, width) + 1.0) * (float(eps) or 1e-6) ** 0.5
     weight = _random(width) + 0.3
     try:
-        out = type(module).forward(twin(module, {"weight": weight}, {}), x)  # not called: hooks are shared
+        out = type(module).forward(reference_copy(module, {"weight": weight}, {}), x)  # not called: hooks are shared
     except Exception:  # it takes something else than a tensor
         return None
     scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -110,12 +110,12 @@ def gate_kind(module: nn.Module) -> tuple[str, str | None, str] | None:
     if [*children[act].parameters()]:
         return None
     sizes = {"gate_proj": (8, 6), "up_proj": (8, 6), "gate_up_proj": (16, 6), "down_proj": (5, 8)}
-    weights = {name: _random(*sizes[name]).double() * (1 + place) for place, name in enumerate(linears)}
-    twins = {name: _linear(weight) for name, weight in weights.items()}
+    weights = {name: _random(*sizes[name]).double() * (1 + index) for index, name in enumerate(linears)}
+    copies = {name: _linear(weight) for name, weight in weights.items()}
     # large numbers too: limits show
     x = _random(3, 1, 6).double() * torch.tensor([0.3, 3.0, 300.0])[:, None, None]
     try:
-        out = type(module).forward(twin(module, {}, {**twins, act: children[act]}), x)
+        out = type(module).forward(reference_copy(module, {}, {**copies, act: children[act]}), x)
     except Exception:  # it needs more than its children
         return None
     gate, up = (
@@ -128,7 +128,7 @@ def gate_kind(module: nn.Module) -> tuple[str, str | None, str] | None:
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    # without numbers of its own: drawing them would change what the user samples
+    # a fixed sequence: random draws would change the user's random state
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
@@ -138,8 +138,8 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 
 @torch.no_grad()
-def find_pieces(model: Any, behaviour: Behaviour | None = None) -> Iterator[Piece | Plain]:
-    """The pieces of a model's decoder, including those that must stay plain. behaviour: of an earlier search."""
+def find_pieces(model: Any, behaviour: Behaviour | None = None) -> Iterator[Piece | Unfused]:
+    """The pieces of a model's decoder, including those that must stay unfused. behaviour: of an earlier search."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     behaviour = Behaviour() if behaviour is None else behaviour
     kept: dict[str, str] = {}  # by the beginning of their names: modules that nothing is replaced in
@@ -155,7 +155,7 @@ def find_pieces(model: Any, behaviour: Behaviour | None = None) -> Iterator[Piec
         for look in (_norm, _rotary, _gate, _products):
             piece = look(name, module, behaviour)
             if isinstance(piece, Piece) and (reason := above or why_not_replaced(module)) is not None:
-                yield from (Plain(kind, where, reason) for kind, where, _ in piece.counted(None, reason))
+                yield from (Unfused(kind, where, reason) for kind, where, _ in piece.counted(None, reason))
             elif piece is not None:
                 yield piece
 
@@ -187,14 +187,14 @@ def _kind(module: nn.Module) -> tuple:
     return type(module), *((name, x) for name, x in attributes.items() if type(x) in (bool, int, float, str))
 
 
-def _norm(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
+def _norm(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Unfused | None:
     parameters = dict(module.named_parameters(recurse=False))
     if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
         return None
     if not isinstance(eps_of(module), float) or behaviour.of(_arguments, type(module), type(module)) != 2:
         return None
     offset = behaviour.of(norm_offset, module, _kind(module), parameters["weight"].shape)
-    return Plain("norms", name, "no RMS norm") if offset is None else Norm(name, module, offset)
+    return Unfused("norms", name, "no RMS norm") if offset is None else Norm(name, module, offset)
 
 
 def _arguments(kind: type[nn.Module]) -> int:
@@ -202,22 +202,22 @@ def _arguments(kind: type[nn.Module]) -> int:
     return len(inspect.signature(kind.forward).parameters)
 
 
-def _rotary(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
+def _rotary(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Unfused | None:
     functions = behaviour.of(_rotations, type(module), type(module))
     if not functions:
         return None
     forward = innermost(type(module).forward)
     if any(forward.__globals__[key].__module__.partition(".")[0] == "liger_kernel" for key in functions):
-        return Plain("rotary", name, LIGER)
+        return Unfused("rotary", name, LIGER)
     shared = {key: behaviour.of(rotary_kind, forward.__globals__[key], forward.__globals__[key]) for key in functions}
     halves = [key for key in functions if shared[key] is not None]
     if not halves:
-        return Plain("rotary", name, PAIRS)
+        return Unfused("rotary", name, PAIRS)
     rotary = Rotary(name, module, halves[0], shared[halves[0]], len(functions) > 1)
     try:
-        list(rotary.substitutions(rotary.plain))
+        list(rotary.substitutions(rotary.unfused))
     except NotFusedError as error:
-        return Plain("rotary", name, str(error))
+        return Unfused("rotary", name, str(error))
     return rotary
 
 
@@ -235,22 +235,22 @@ def _rotates(function: Any) -> bool:
     return tuple(inspect.signature(function).parameters)[:4] == ("q", "k", "cos", "sin")
 
 
-def _gate(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
+def _gate(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Unfused | None:
     children = dict(module.named_children())
     if "down_proj" not in children:
         return None
     if hooked := [child for child, x in children.items() if not [*x.parameters()] and why_not_replaced(x)]:
-        return Plain("gate", f"{name}.{hooked[0]}", str(why_not_replaced(children[hooked[0]])))
+        return Unfused("gate", f"{name}.{hooked[0]}", str(why_not_replaced(children[hooked[0]])))
     gate = behaviour.of(gate_kind, module, _kind(module), *((child, _kind(x)) for child, x in children.items()))
     return None if gate is None else Gate(name, module, *gate)
 
 
-def _products(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Plain | None:
+def _products(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Unfused | None:
     children = dict(module.named_children())
     for names in _GROUPS:
         if not set(names) <= children.keys():
             continue
         if (apart := why_no_products([(child, children[child]) for child in names])) is not None:
-            return Plain("products", f"{name}.{apart[0]}", apart[1])
+            return Unfused("products", f"{name}.{apart[0]}", apart[1])
         return Products(name, module, names)
     return None

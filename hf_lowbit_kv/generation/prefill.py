@@ -4,10 +4,9 @@ The option `prefill_chunk_size` decides: whole, in chunks of a given size, or in
 
 Prefilling a whole prompt needs memory for activations: about 100 kB per token in an 8B model. If the GPU has less free
 memory, the prompt is prefilled in chunks. Chunks after the first attend to packed pages, so the generated text may
-differ from that after a whole prompt (docs/dev/reading-prompts.md has figures).
+differ from that after a whole prompt (docs/dev/prefill.md has figures).
 
 The memory per token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts bytes.
-"Read" means "prefill" here: `Reader`, `read_prompt`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.native_layers import SLIDING
 from ..cache.served_models import tp_size
 from .call_options import return_sequences, setting
-from .whole_reading import read_as_whole
+from .whole_prompt import prefill_as_whole
 
 #: value of `prefill_chunk_size` for the largest chunks that fit
 AUTO: Literal["auto"] = "auto"
@@ -154,7 +153,7 @@ class Need:
         return low * GRANULE
 
 
-class Reader:
+class ChunkedPrefill:
     """Prefills a prompt in chunks. The model gets only token ids, mask and positions."""
 
     def __init__(self, model: Any, cache: LowBitCache, ids: torch.Tensor, mask: torch.Tensor):
@@ -174,7 +173,7 @@ class Reader:
         return self.ids.shape[1] - self.seen
 
     @torch.no_grad()
-    def read(self, tokens: int) -> None:
+    def advance(self, tokens: int) -> None:
         """Prefill the next tokens of every row."""
         chunk = slice(begin := self.seen, begin + tokens)
         self.model(
@@ -185,10 +184,10 @@ class Reader:
             logits_to_keep=1,
         )
 
-    def read_in_chunks(self, size: int) -> None:
+    def advance_in_chunks(self, size: int) -> None:
         """Prefill all chunks but the last. `generate` reads the last one, because it needs its logits."""
         while self.left > size:
-            self.read(size)
+            self.advance(size)
 
     def largest_chunk(self, memory: Memory, measure_always: bool) -> int | None:
         """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the prompt
@@ -232,16 +231,16 @@ class Reader:
         with tokens keeps these chunks, which need not be read again."""
         is_empty = self.seen == 0
         if is_empty:  # allocate the cache first, so that it is not part of the peaks
-            self.read(GRANULE // 4)
+            self.advance(GRANULE // 4)
             self.cache.reset()
         peaks = []
         for factor in (1, 2, 4):
-            peaks.append(memory.peak(lambda tokens=factor * length: self.read(tokens)))  # type: ignore[misc]
+            peaks.append(memory.peak(lambda tokens=factor * length: self.advance(tokens)))  # type: ignore[misc]
             if is_empty and factor < 4:
                 self.cache.reset()
         stored = 0.0
         if is_empty:
-            stored = memory.peak(lambda: self.read(4 * length)) - peaks[-1]
+            stored = memory.peak(lambda: self.advance(4 * length)) - peaks[-1]
             self.cache.reset()
         need = Need.of(length, (peaks[0], peaks[1], peaks[2]), self._sliding, max(stored, 0.0))
         if not self._sliding:
@@ -250,7 +249,7 @@ class Reader:
         return replace(need, mask=len(self.ids) * (1 + next(self.model.parameters()).dtype.itemsize))
 
 
-def read_prompt(
+def prefill_prompt(
     model: Any,
     cache: LowBitCache,
     options: Mapping[str, Any],
@@ -279,25 +278,25 @@ def read_prompt(
         if size == AUTO:
             report(f"The prompt is read whole: {rows}")
         return changes
-    reader = Reader(model, cache, *rows)
+    prefill = ChunkedPrefill(model, cache, *rows)
     # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. But Phi models
     # (`drop_limit`) would then read the whole text again, so they read it as whole too
     automatic = size is None or size == AUTO
-    with read_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
+    with prefill_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
         if automatic:
             device_memory = memory_of(model)
             if isinstance(device_memory, str):
                 if size == AUTO:
                     report(f"The prompt is read whole: {device_memory}")
                 return changes
-            if (size := reader.largest_chunk(device_memory, measure_always=size == AUTO)) is None:
+            if (size := prefill.largest_chunk(device_memory, measure_always=size == AUTO)) is None:
                 return changes
             report(
-                f"The prompt of {len(reader.ids)} x {reader.ids.shape[1]} tokens is read in chunks of {size}: the whole prompt "
-                "needs more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
+                f"The prompt of {len(prefill.ids)} x {prefill.ids.shape[1]} tokens is read in chunks of {size}: the whole "
+                "prompt needs more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
             )
-        reader.read_in_chunks(size)
-    return {"prefill_chunk_size": None, "attention_mask": reader.mask[:: return_sequences(model, options)]}
+        prefill.advance_in_chunks(size)
+    return {"prefill_chunk_size": None, "attention_mask": prefill.mask[:: return_sequences(model, options)]}
 
 
 def token_rows(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | str:

@@ -209,7 +209,7 @@ def _recurrent_bytes(shape: Shape) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _only(model: torch.nn.Module, indices: Sequence[int], count: int) -> Iterator[None]:
-    """Inside, the decoder has only these of its `count` layers."""
+    """Within the context, the decoder has only these of its `count` layers."""
     owners = [
         (module, name)
         for module in model.modules()

@@ -114,11 +114,11 @@ def _chosen_as_on(monkeypatch, kind: str) -> None:
     for name in ("choose_backend", "describe_backend", "why_slow_reference"):
         original = getattr(choice, name)
 
-        def asked(*args, original=original):
+        def counted(*args, original=original):
             *names, served = args
             return original(*names, served._replace(device=device))
 
-        monkeypatch.setattr(choice, name, asked)
+        monkeypatch.setattr(choice, name, counted)
 
 
 @pytest.fixture

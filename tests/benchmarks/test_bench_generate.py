@@ -61,7 +61,7 @@ def test_tokens_that_differ_are_seen(model, monkeypatch):
 
     def wrong_winner(self, *args, **options):
         out = original(self, *args, **options)
-        # the best is ahead by 1 at least, whatever the weights: of near ties `agreement` says nothing
+        # the best is ahead by at least 1, for any weights: near ties do not affect `agreement`
         clear = [x.scatter_add(1, x.topk(1).indices, torch.ones(len(x), 1)) for x in out.logits]
         if "logits_processor" in options:  # the compiled run
             clear = [x.scatter(1, x.topk(2).indices[:, 1:], float(x.max()) + 1e-3) for x in clear]

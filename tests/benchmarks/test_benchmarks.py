@@ -73,7 +73,7 @@ def test_bench_decode_records(tmp_path):
     assert first["bytes"] < second["bytes"]
 
 
-def test_time_behind_subtracts_the_kernel_in_front(monkeypatch):
+def test_time_cold_subtracts_the_kernel_in_front(monkeypatch):
     done = []
 
     def times(candidates, device, rounds):
@@ -90,7 +90,7 @@ def test_time_behind_subtracts_the_kernel_in_front(monkeypatch):
 
     monkeypatch.setattr(timing, "time_interleaved", times)
     calls = [lambda i=i: done.append(i) for i in range(3)]
-    found = timing.time_behind([timing.Candidate("ours", calls, before=before)], CPU)
+    found = timing.time_cold([timing.Candidate("ours", calls, before=before)], CPU)
     assert found == {"ours": 3.0 - 1.0}
     assert done == [("", False, [torch.Tensor]), 0, 1, 2, ("ours", True, [tuple] * 3)]
 

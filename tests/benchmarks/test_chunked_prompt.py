@@ -16,7 +16,7 @@ from hf_lowbit_kv.eval.perplexity import chunk_bounds
 from hf_lowbit_kv.eval.provenance import RESULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPT, BEHIND = 700, 300
+PROMPT, AFTER = 700, 300
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ class Letters:
 
 def texts():
     """Two of random letters."""
-    letters = torch.randint(32, 127, (2, PROMPT + BEHIND)).tolist()
+    letters = torch.randint(32, 127, (2, PROMPT + AFTER)).tolist()
     return [bench_prompt.Text(str(number), "".join(map(chr, row))) for number, row in enumerate(letters)]
 
 
 def measured(model, *presets, chunks=(128, 512, 0)):
-    records = bench_prompt.measure_kl(model, Letters(), presets, texts(), PROMPT, BEHIND, chunks)
+    records = bench_prompt.measure_kl(model, Letters(), presets, texts(), PROMPT, AFTER, chunks)
     return {(record["preset"], record["chunk"]): record for record in records}
 
 
@@ -61,11 +61,11 @@ def test_only_packed_history_makes_a_difference(model):
 @torch.no_grad()
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.slow), 256])
-def test_tokens_behind_the_prompt_are_decoded(model, chunk):
+def test_tokens_after_the_prompt_are_decoded(model, chunk):
     """Their logits are those of one token at a time, after `lb.generate`'s own way of reading a prompt."""
     ids = torch.randint(3, 160, (1, 700))
     packs = chunk_bounds(lb.get_preset("kivi-2-sink").spec(), 700, 128)
-    got = bench_prompt.logits_behind(model, lb.from_preset("kivi-2-sink", model), ids, 400, chunk, packs)
+    got = bench_prompt.logits_after(model, lb.from_preset("kivi-2-sink", model), ids, 400, chunk, packs)
     out = lb.generate(
         *(model, ids[:, :400], "kivi-2-sink", 1),
         max_cache_len=700,
@@ -109,7 +109,7 @@ def test_an_unknown_preset_is_refused_before_anything_runs(model):
 
 
 def section() -> str:
-    return (ROOT / "docs/dev/reading-prompts.md").read_text(encoding="utf-8")
+    return (ROOT / "docs/dev/prefill.md").read_text(encoding="utf-8")
 
 
 def newest(kind):

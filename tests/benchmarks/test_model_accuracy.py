@@ -14,7 +14,7 @@ from hf_lowbit_kv.eval.provenance import append_record
 
 
 def test_a_peer_that_is_the_full_precision_cache_loses_nothing():
-    """Every position after the start is scored once, whatever ends chunks."""
+    """Every position after the start is scored once, for all chunk bounds."""
     model = tiny_models("llama")[0]
     ids = torch.randint(3, 90, (1, 300), generator=torch.Generator().manual_seed(0))
     scores = model_accuracy.score_peer(lambda: DynamicCache(config=model.config), ids, model, 40)

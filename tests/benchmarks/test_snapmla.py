@@ -56,7 +56,7 @@ def test_zeros_and_constants():
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 def test_a_token_with_nan_or_inf(bad):
-    """It decodes to NaN, in the same bytes whatever the sign and the payload; the others are as they would be."""
+    """It decodes to NaN, in the same bytes for any sign and payload. Other tokens do not change."""
     x = random(128, 64)
     clean = Fp8().split(Fp8().encode(x), 64, 128, x.dtype)
     x[7, 3], x[9] = bad, bad

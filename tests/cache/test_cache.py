@@ -50,7 +50,7 @@ def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_l
 
 @pytest.mark.parametrize("max_cache_len", [None, 400])
 def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monkeypatch):
-    """The host crops 0 tokens in every step where it looks at the end of sequences a step late."""
+    """transformers crops 0 tokens in every step where it looks at the end of sequences a step late."""
     cache = lb.LowBitCache(model, "int4-token", "int4-token", max_cache_len=max_cache_len)
     model(left_padded(1, 300)[0], past_key_values=cache)
 
@@ -109,7 +109,7 @@ def test_crop_counts_padding_that_was_dropped(model):
 
 @pytest.mark.parametrize("max_cache_len", [None, 400])
 def test_crop_counts_padding_of_single_tokens(model, max_cache_len):
-    """As in loops that go on with rows that are finished."""
+    """As in loops that continue with rows that are finished."""
     ids, _ = left_padded(2, 330)
     mask = torch.ones(2, 330, dtype=torch.long)
     mask[1, 20:] = torch.arange(310) % 3 == 1
@@ -414,7 +414,7 @@ def test_named_caches_and_overrides(model):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next", "jamba"])
 def test_rows_chosen_and_repeated(family):
-    """Rows are what they would be had only they been read; in hybrid models too, where the host's cache cannot."""
+    """Rows are what they would be had only they been read; in hybrid models too, where transformers' own cache cannot."""
     model, _ = tiny_models(family)
     ids, _ = left_padded(1, 200)
     ids = ids[0, :180].view(3, 60)

@@ -273,7 +273,7 @@ class Conversation:
         self.ids, self.mask = self.ids[:, : seen - count], self.mask[:, : seen - count]
 
     def fork(self) -> None:
-        """One of both goes on, the other has one more turn at the end."""
+        """One of the two continues; the other has one more turn at the end."""
         new = self.cache.fork()[0]
         self.cache, other = (self.cache, new) if self.draw.random() < 0.5 else (new, self.cache)
         if self.left is None:

@@ -183,7 +183,7 @@ def test_more_tokens_than_max_cache_len(model):
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 200])
-def test_a_prompt_without_a_token_behind_what_is_stored(model, max_cache_len):
+def test_a_prompt_without_a_token_after_what_is_stored(model, max_cache_len):
     cache = lb.from_preset("kivi-2", model, max_cache_len=max_cache_len, **SMALL_PAGES)
     prompt, another = torch.arange(40)[None] + 3, torch.arange(20)[None] + 50
     options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
@@ -266,7 +266,7 @@ def test_the_mask_of_a_chunk_as_long_as_what_is_stored(model, own_positions, pad
     assert torch.equal(read(False)[real], read(True)[real])
 
 
-def test_a_text_that_goes_on_behind_much_padding(model):
+def test_a_text_that_continues_after_much_padding(model):
     """The positions of its 4 tokens, 8 to 11, are those that a prompt of 12 tokens would have there."""
     ids, mask = left_padded(1, 24)
     mask[:, :12] = 0
@@ -329,10 +329,10 @@ def test_cache_implementation_given_as_well(model):
 def test_triton_asked_for_and_missing(model, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "triton" else find_spec(name))
-    with pytest.raises(ImportError, match=r"backend='triton' was asked for and Triton is not installed: pip install"):
+    with pytest.raises(ImportError, match=r"backend='triton' was requested, but Triton is not installed: pip install"):
         lb.from_preset("kivi-2", model, backend="triton")
     monkeypatch.setenv("HF_LOWBIT_KV_BACKEND", "triton")
-    with pytest.raises(ImportError, match="HF_LOWBIT_KV_BACKEND='triton' was asked for"):
+    with pytest.raises(ImportError, match="HF_LOWBIT_KV_BACKEND='triton' was requested"):
         lb.from_preset("kivi-2", model)
 
 

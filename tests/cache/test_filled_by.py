@@ -143,7 +143,7 @@ def test_the_same_adapter_goes_on(adapted):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_recurrent_layers_have_read_nothing_of_a_refused_prompt(family):
-    """They come before the first layer that stores tokens, and the conversation goes on under the first adapter."""
+    """They come before the first layer that stores tokens, and the conversation continues under the first adapter."""
     inner = copy.deepcopy(tiny_models(family)[0])
     config = peft.LoraConfig(target_modules=["k_proj", "in_proj", "in_proj_qkvz"], init_lora_weights=False)
     model = peft.get_peft_model(inner, config, adapter_name="one").eval()

@@ -83,7 +83,7 @@ def test_a_model_without_a_head(model, call):
 
 @pytest.mark.host
 def test_an_encoder_with_a_head_keeps_no_cache():
-    """BERT is a decoder only if its configuration says so; GPT-NeoX is one whatever the flag says."""
+    """BERT is a decoder only if its configuration sets the flag; GPT-NeoX is one in any case."""
     for kind in ("Bert", "Roberta", "Electra"):
         config = getattr(transformers, f"{kind}Config")(**SIZES)
         with pytest.raises(ValueError, match="with is_decoder=False attends in both directions and keeps no cache"):

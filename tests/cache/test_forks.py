@@ -1,4 +1,4 @@
-"""Forks: several caches that hold the same tokens in the same pages, and go on differently."""
+"""Forks: several caches that hold the same tokens in the same pages, and continue differently."""
 
 import copy
 import gc
@@ -63,16 +63,16 @@ def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cach
         read(model, each, ids, mask)
     first, second = cache.fork(2)
     texts = [torch.randint(3, 160, (2, 70)) for _ in range(3)]
-    mask_behind = continued(mask, 70)
-    found = [read(model, each, text, mask_behind) for each, text in zip((first, second, cache), texts, strict=True)]
+    mask_after = continued(mask, 70)
+    found = [read(model, each, text, mask_after) for each, text in zip((first, second, cache), texts, strict=True)]
     for text, got in zip(texts, found, strict=True):
         fresh = cache_of(model, formats, **options)
         read(model, fresh, ids, mask)
-        assert torch.equal(read(model, fresh, text, mask_behind), got)
+        assert torch.equal(read(model, fresh, text, mask_after), got)
     # and they hold only their own tokens now
     for each, text in zip((first, second, cache), texts, strict=True):
         fresh = copy.deepcopy(reference)
-        read(model, fresh, text, mask_behind)
+        read(model, fresh, text, mask_after)
         step = torch.tensor([[7], [9]])
         assert torch.equal(read(model, fresh, step), read(model, each, step))
 
@@ -95,7 +95,7 @@ def test_layers_of_different_windows(model):
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
 @pytest.mark.parametrize("lengths", [(None, None), (400, None), (400, 200), (22, 400)], ids=str)
 def test_layers_of_transformers_are_forked_too(family, lengths):
-    """A fork goes on as transformers' own cache does; (22, 400) is shorter than the sliding window of 24."""
+    """A fork continues as transformers' own cache does; (22, 400) is shorter than the sliding window of 24."""
     ours, theirs = tiny_models(family)
     length, of_forks = lengths
     ids, _ = left_padded(1, 20 if length == 22 else 60)

@@ -89,7 +89,7 @@ def _second_turn(model, cache, with_image):
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 300])
-def test_a_second_turn_behind_an_image(max_cache_len):
+def test_a_second_turn_after_an_image(max_cache_len):
     """It has kinds of tokens too. Where it has an image, whose tokens see each other, it is refused."""
     model = tiny_vision_model("gemma3")
     expected = _second_turn(model, DynamicCache(config=model.config), with_image=False)
@@ -125,7 +125,7 @@ def test_packed_tokens_of_an_image_are_read(name):
     assert 0 < error < 0.05
 
 
-def test_tokens_that_see_each_other_cannot_come_behind_stored_ones():
+def test_tokens_that_see_each_other_cannot_follow_stored_ones():
     model = tiny_vision_model("paligemma")
     model.set_attn_implementation(lb.ATTENTION_NAME)
     cache = lb.from_preset("dense", model, **SMALL)

@@ -56,7 +56,7 @@ def _other_implementation(model, cache):
 @pytest.mark.parametrize("refused", [_too_many, _other_rows, _other_implementation])
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next", "jamba"])
 def test_what_is_refused_does_not_reach_the_hosts_layers(family, refused):
-    # in these models a layer of the host's comes first
+    # in these models a layer of transformers' own comes first
     model, stock = tiny_models(family)
     if refused is _other_implementation:
         model.set_attn_implementation("eager")

@@ -25,7 +25,7 @@ def rows_of(heading: str) -> dict[str, list[str]]:
 
 SERVED, WITH_IMAGES, REFUSED = (rows_of(heading) for heading in ("Supported", "Text and images", "Not supported"))
 UNTRIED = set(re.findall(r"`([\w.-]+)`", TEXT.split("\n## Not tried\n")[1].split("`python")[0]))
-#: architectures that must be served, whatever else changes
+#: architectures that must stay supported
 # fmt: off
 NAMED = {
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text",

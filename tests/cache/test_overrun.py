@@ -45,7 +45,7 @@ def test_compiled_steps(model):
     assert "tokens" in cache.summary()
 
 
-def test_a_chunk_behind_compiled_steps(model):
+def test_a_chunk_after_compiled_steps(model):
     """Python did not see those steps, and learns of them before the chunk's first layer."""
     cache = overrun(model, 7)
     layers = cache.packed_layers
@@ -58,7 +58,7 @@ def test_a_chunk_behind_compiled_steps(model):
 
 
 def test_one_layer_asks_for_the_count(model, monkeypatch):
-    """A layer that asks waits for all layers before it."""
+    """A layer that reads the count waits for all layers before it."""
     cache = filled(model, max_cache_len=100)
     counted = set()
     ask = FixedLength.ask

@@ -22,7 +22,7 @@ from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.cache import saved_cache
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import model_description
-from hf_lowbit_kv.formats import bricks, fragment
+from hf_lowbit_kv.formats import core_matrices, fragment
 
 LENGTHS = [(None, None), (None, 500), (400, None), (400, 500)]
 
@@ -119,9 +119,9 @@ def test_latents_in_the_order_of_another_backend(tmp_path, monkeypatch):
     cache = lb.from_preset("snapmla", ours, page_size=32, backend="torch")
     read(ours, cache, left_padded(1, 100)[0])
     cache.save_pretrained(tmp_path)
-    monkeypatch.setattr(choice, "storage_spec", lambda spec, backend: spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT))
+    monkeypatch.setattr(choice, "storage_spec", lambda spec, backend: spec.with_layouts(*[core_matrices.LAYOUT] * 2))
     new = lb.LowBitCache.from_pretrained(tmp_path, ours, backend="torch")
-    assert new.packed_layers[0].spec.key_format.layout == bricks.LAYOUT
+    assert new.packed_layers[0].spec.key_format.layout == core_matrices.LAYOUT
     text = torch.randint(3, 160, (1, 50))
     assert torch.equal(read(ours, new, text), read(ours, cache, text))
 

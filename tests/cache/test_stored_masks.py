@@ -38,7 +38,7 @@ def _read(model, cache, ids, mask, positions=None):
 
 
 def _after_early_end(first: GenerateDecoderOnlyOutput, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of a second turn: rows have ended early, and all go on."""
+    """Ids and mask of a second turn: rows have ended early, and all continue."""
     more = torch.randint(3, 160, (3, MORE), generator=torch.Generator().manual_seed(9))
     ids = torch.cat([first.sequences, more], 1)
     written = torch.arange(ANSWER) < torch.tensor(WRITTEN)[:, None]

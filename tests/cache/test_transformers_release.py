@@ -16,7 +16,7 @@ pytestmark = pytest.mark.host
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("entry", ["model.generate", "lb.generate"])
 def test_the_steps_get_the_masks_that_are_expected(entry, padded, monkeypatch):
-    """The mask that transformers hands to a step, that of the step itself, and the one that kernels are compiled for ahead."""
+    """The mask that transformers passes to a step, that of the step itself, and the one that kernels are compiled for ahead."""
     expected, of_calls, of_steps, step_itself = [], [], [], ops.step
 
     def step(chunk, layer, backend):

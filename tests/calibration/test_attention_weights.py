@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
-from hf_lowbit_kv.calibration import window_reading
+from hf_lowbit_kv.calibration import window_passes
 from hf_lowbit_kv.calibration.attention_weights import PageGrid, squared_attention, token_weights
 from hf_lowbit_kv.calibration.calibrators import ALIKE, EigenCalibrator, StaticCalibrator, _shares
 from hf_lowbit_kv.formats import parse_format
@@ -102,7 +102,7 @@ def test_a_model_hands_on_what_its_layers_get(family, plain_attention_kept):
     window, grid = torch.randint(3, 150, (LENGTH,)), PageGrid(32, 128)
     before = model.config._attn_implementation
     found = {}
-    window_reading.read_windows(
+    window_passes.run_windows(
         model, [window], lambda number, layer, x, weights: found.update({layer: weights[grid]}), grids=[grid]
     )
     assert model.config._attn_implementation == before

@@ -143,7 +143,7 @@ def test_round_trip_and_one_file_for_several_presets(model, calibration, tmp_pat
 
 
 def test_the_class_takes_what_the_preset_takes(model):
-    """A file that is made for `vecinfer-2` serves `VecInferCache` as it is."""
+    """`VecInferCache` accepts a file that was made for `vecinfer-2`."""
     calibration = lb.calibrate(model, Tokenizer(), TEXTS, "vecinfer-2", samples=8, length=256)
     assert lb.VecInferCache(model, calibration=calibration).spec == lb.get_preset("vecinfer-2").spec()
 

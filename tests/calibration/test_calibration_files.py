@@ -302,19 +302,19 @@ def eigen_calibration(model, *, attention: bool | None, presets=("eigen-2",), ma
     return lb.Calibration(tensors, described, [source if attention is None else source | {"attention": attention}])
 
 
-@pytest.mark.parametrize(("attention", "said"), [(None, True), (False, True), (True, False)])
-def test_summary_says_where_attention_was_left_out(model, tmp_path, attention, said):
+@pytest.mark.parametrize(("attention", "noted"), [(None, True), (False, True), (True, False)])
+def test_summary_says_where_attention_was_left_out(model, tmp_path, attention, noted):
     path = tmp_path / "x.safetensors"
     eigen_calibration(model, attention=attention).save(path)
     summary = lb.from_preset("eigen-2", model, calibration=path).summary()
-    assert ("calibrated without attention" in summary) == said
+    assert ("calibrated without attention" in summary) == noted
     assert (
         "without attention"
         not in lb.from_preset("kivi-2", model, **OPTIONS, calibration=calibration_of(model)).summary()
     )
 
 
-def test_steps_do_not_stay_behind_another_matrix(model):
+def test_steps_change_with_the_matrix(model):
     first = eigen_calibration(model, attention=None, presets=("eigen-2", "eigen-3"))
     same = eigen_calibration(model, attention=True)
     assert first.merged(same).source[1]["attention"] is True

@@ -87,7 +87,7 @@ def test_steps_and_codebooks_get_pages_of_that_size(model, monkeypatch):
         assert {shape[2] for shape in shapes} == {page_size}
         assert {shape[1] * shape[2] for shape in shapes} == {4 * 512}  # all tokens
     layer = packed_sizes(model)[0]
-    for page_size in PAGE_SIZES:  # as many tokens of a long text, whatever the pages
+    for page_size in PAGE_SIZES:  # as many tokens of a long text, for any page size
         part = spec_of(page_size).key_format
         assert StaticCalibrator(part, layer[1], layer[0], None, page_size).pages * page_size == 128 * 128
 
@@ -171,7 +171,7 @@ def test_keys_that_are_equal_inside_a_page_do_not_vary():
 
 def test_weights_stay_with_their_tokens(monkeypatch):
     """Tokens and weights both carry the number of the token: calibrators must get the same numbers in both, after the sink
-    and page by page, in whatever order pages were drawn."""
+    and page by page, in any order of the drawn pages."""
     observed, fitted = [], []
 
     def fit(self, pages, seed, weights=None):

@@ -36,7 +36,7 @@ def model():
 
 
 def asked_of(preset):
-    """Names in the file -> shape, for every layer, of what the preset asks for."""
+    """Names in the file -> shape, for every layer, of the tensors that the preset needs."""
     spec = lb.get_preset(preset).spec()
     if (transform := PRESETS[preset].get("transform")) is not None:
         spec = dataclasses.replace(spec, key_transform=lb.parse_transform(transform))
@@ -81,7 +81,7 @@ def error_of(call) -> str | None:
 
 
 def check_load(path, whole) -> bool:
-    """Whether the file is refused; else it gives exactly what was saved. Loading leaves it as it is."""
+    """Whether the file is rejected; otherwise it gives exactly the saved tensors. Loading does not change the file."""
     before, loaded = path.read_bytes(), []
     error = error_of(lambda: loaded.append(lb.Calibration.load(path)))
     assert path.read_bytes() == before
@@ -319,7 +319,7 @@ def test_what_is_saved_is_read(dtype, model, tmp_path):
 
 
 def test_nothing_is_lost(saved, model, tmp_path):
-    """A call meets a damaged file: it raises, what is held stays in use, and calls go on once the file is mended."""
+    """A call with a damaged file raises; caches in use stay valid, and calls work again when the file is repaired."""
     path = tmp_path / "c.safetensors"
     shutil.copy(saved[1], path)
     ids, mask = left_padded(2, 60)
@@ -337,7 +337,7 @@ def test_nothing_is_lost(saved, model, tmp_path):
     with pytest.raises(ValueError, match=rf"calibration='{path}' was altered"):
         written()
     assert bytes(damaged) == path.read_bytes()
-    # the turn that was held goes on
+    # the cache in use continues
     more = torch.cat([first.sequences, ids[:, -5:]], 1)
     turn = {"past_key_values": held, "cache_options": None, "calibration": None}
     again = written(more, attention_mask=torch.cat([mask, mask.new_ones(2, 11)], 1), **turn)

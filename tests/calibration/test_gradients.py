@@ -23,7 +23,7 @@ def model():
     return tiny_models("llama")[0]
 
 
-def test_only_queries_far_behind_count(model):
+def test_only_far_queries_count(model):
     window = torch.randint(3, 150, (512,))
     for (_, side), g in found(model, window, (0, 1)).items():
         assert side in (0, 1)

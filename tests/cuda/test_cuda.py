@@ -154,7 +154,7 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
     ],
 )
 def test_boosted_pages(head_dim, score, launch):
-    """Byte for byte: the same channels chosen, whatever the score, the head size and the page size. Pages are packed after a
+    """Byte for byte: the same channels are chosen, for every score, head size and page size. Pages are packed after a
     chunk, and after a single token."""
     for i, ratio in enumerate((0.125, 0.25, 0.3, 1)):
         page, dtype = (32, 64, 128, 256)[i], (torch.float16, torch.bfloat16)[i % 2]
@@ -184,15 +184,15 @@ def test_repeated_launches_agree(launch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", ["variable", "torch"])
-def test_fixed_order(asked, launch, monkeypatch):
-    if asked == "variable":
+@pytest.mark.parametrize("source", ["variable", "torch"])
+def test_fixed_order(source, launch, monkeypatch):
+    if source == "variable":
         monkeypatch.setenv(determinism.VARIABLE, "1")
     case = fragment(Case(head_dim=128, page_size=128, residual=128, lengths=(9000, 3000, 40, 12000)))
     gen = generator(case, kernels.SEED)
     _, dev = filled(case, gen, "cuda")
     step = random_step(case, gen).to("cuda")
-    with determinism.deterministic() if asked == "torch" else contextlib.nullcontext():
+    with determinism.deterministic() if source == "torch" else contextlib.nullcontext():
         outs = [launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(20)]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
@@ -226,7 +226,7 @@ def test_float32(launch):
 
 
 def _logits(model, tokens: torch.Tensor, prompt: int, backend: str, preset: str, **options) -> torch.Tensor:
-    """Logits of each step `[B, steps, vocabulary]`, the tokens `[B, n]` given, whatever the model would have said."""
+    """Logits of each step `[B, steps, vocabulary]`, for the tokens `[B, n]` instead of the predicted ones."""
     cache = lb.from_preset(preset, model, backend=backend, residual=32, page_size=32, **options)
     with torch.no_grad():
         out = [model(tokens[:, :prompt], past_key_values=cache).logits[:, -1]]

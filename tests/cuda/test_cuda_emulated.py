@@ -126,7 +126,7 @@ def test_constant_rows(case):
     ("variable", "mode", "fixed"), [(None, False, 0), (None, True, 1), ("0", True, 0), ("1", False, 1)]
 )
 def test_fixed_order(variable, mode, fixed, launch, monkeypatch):
-    """PyTorch's mode asks for it like the package's own variable, which wins. Outputs are right in both orders."""
+    """PyTorch's mode requests it like the package's own variable, which has priority. Outputs are right in both orders."""
     loaded = []
     load = modules.load
     monkeypatch.setattr(

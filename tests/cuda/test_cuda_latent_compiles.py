@@ -45,7 +45,7 @@ def spilled(log: str, kernel: str) -> bool:
 def check(log: str, kernel: str) -> None:
     assert not spilled(log, kernel), log
     assert "warning" not in log.lower(), log
-    # ptxas's words for products of a warp group that do not overlap, or wait more than the source asks for
+    # ptxas's words for products of a warp group that do not overlap, or wait more than the source requires
     assert "serialized" not in log, log
     assert "injected" not in log, log
 

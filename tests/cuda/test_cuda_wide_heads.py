@@ -172,7 +172,7 @@ def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
     monkeypatch.setattr(backends, "triton_serves", lambda device: True)
     monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
     monkeypatch.delenv(backends.VARIABLE, raising=False)
-    for keys, values, said in (
+    for keys, values, reason in (
         ("int4-channel", "int2-token", None),
         ("boosted2-r0.125", "int2-token", "keys in format 'boosted2-r0.125' with head_dim=512; allowed: up to 256"),
         ("static-44422000", "static-2-tn", "keys in format 'static-44422000' with head_dim=512"),
@@ -182,11 +182,11 @@ def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
         spec = Case(keys=keys, values=values).spec
         for widths in ((512, 512), (256, 256)):
             served = backends.Served(device, torch.float16, spec, widths)
-            refused = widths[0] == 512 and said is not None
+            refused = widths[0] == 512 and reason is not None
             chosen = backends.choose_backend(None, served)
             assert chosen == ("triton" if refused else "cuda"), (keys, widths)
             if refused:
-                assert f"cuda has no kernels for {said}" in backends.describe_backend(None, chosen, served)
+                assert f"cuda has no kernels for {reason}" in backends.describe_backend(None, chosen, served)
     served = backends.Served(device, torch.float16, Case().spec, (512, 128))
     assert "heads of 512 and 128 channels" in backends.describe_backend(None, "triton", served)
     with pytest.raises(ValueError, match=r"head_dim=512; allowed: up to 256; use backend='triton'"):

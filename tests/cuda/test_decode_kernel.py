@@ -1,4 +1,4 @@
-"""A kernel that a layer holds is filled with addresses: whatever replaces the layer's tensors must make it go."""
+"""A layer's kernel contains addresses: code that replaces the layer's tensors must drop the kernel."""
 
 import copy
 import functools
@@ -86,7 +86,7 @@ def test_a_held_kernel_follows_the_layers_tensors(cuda, change, capacity):
     (now,) = layer.kernels.values()
     moved = layer is not before or layer.state is not held._state
     assert (now is not held) == moved
-    if layer is not before:  # the original is untouched, and goes on by itself
+    if layer is not before:  # the original is unchanged, and continues independently
         assert int(before.state.length.max()) == max(case.lengths) + 1
 
 
@@ -156,7 +156,7 @@ def test_parameters_and_copies_go_with_the_layer(cuda):
     step(cuda, case, gen, twin_truth, twin)
 
 
-def test_long_chunks_leave_nothing_behind(cuda, monkeypatch):
+def test_long_chunks_cache_no_kernel(cuda, monkeypatch):
     """Where Triton launches nothing this kernel reads prompts too, and each length is a kind of its own."""
     monkeypatch.setitem(cuda_entry_points.FUSED_ROWS, "cuda", 16)
     monkeypatch.setattr(cuda_entry_points, "why_no_launcher", lambda: "no compiler")

@@ -1,4 +1,4 @@
-"""Sums in a fixed order: who asks for it, and that PyTorch's mode is left as it was."""
+"""Sums in a fixed order: the settings that request it, and that PyTorch's mode is restored."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_another_value_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("before", [(False, False), (True, False), (True, True)])
 def test_the_mode_is_what_it_was(before, mode, monkeypatch):
-    """Also after an error, and `warn_only` too: else a program that asked for warnings gets errors from then on."""
+    """Also after an error, and `warn_only` too: otherwise a program that set `warn_only` would get errors later."""
     mode(*before)
     with pytest.raises(ZeroDivisionError), determinism.deterministic():
         1 / (current() != (True, False))

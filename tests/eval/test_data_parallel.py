@@ -11,7 +11,7 @@ import pytest
 from ranks import run_ranks
 
 from hf_lowbit_kv import cli
-from hf_lowbit_kv.eval.data_parallel import ALONE, Processes
+from hf_lowbit_kv.eval.data_parallel import ONE_PROCESS, Processes
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -23,7 +23,7 @@ def test_each_item_is_worked_on_once(count, items):
 
 
 def test_alone_keeps_the_order():
-    assert ALONE.gather(ALONE.part("abc")) == list("abc")
+    assert ONE_PROCESS.gather(ONE_PROCESS.part("abc")) == list("abc")
 
 
 @pytest.mark.parametrize("command", [["demo"], ["presets"], ["eval", "needle"]])
@@ -104,7 +104,7 @@ def test_perplexity_under_accelerate(model_folder, tmp_path, count):
 
 
 def _dying_rank(rank: int, command: list[str]) -> None:
-    if rank == 1:  # it measures its part, and is gone before it hands over what it found
+    if rank == 1:  # it measures its part, and exits before it sends the results
         Processes.gather = lambda self, results: os._exit(3)
     cli.main(command)
 

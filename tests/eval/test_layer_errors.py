@@ -43,7 +43,7 @@ def test_error_of_a_layer_is_that_of_its_quantized_keys_and_values(model):
         pages = x[:, :, :count].unflatten(2, (-1, 128))
         return torch.cat([fmt.decode(fmt.encode(pages), 64, 128, x.dtype).flatten(2, 3), x[:, :, count:]], 2)
 
-    # token 255 still sees its own page as it is, token 256 sees two pages packed
+    # token 255 still attends to its own page unpacked, token 256 to two packed pages
     outs = []
     for token, count in ((255, 128), (256, 256)):
         keys, values = (stored(x, fmt, count)[:, :, : token + 1] for x, fmt in zip((k, v), spec.formats))

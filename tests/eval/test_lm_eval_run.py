@@ -113,7 +113,7 @@ def test_one_table_over_presets(run, model_folder, task):
 
 
 def test_git_is_asked_quietly(tmp_path, monkeypatch, capfd):
-    """lm-eval asks for the commit of the folder in which it runs, once per preset."""
+    """lm-eval reads the commit of the folder in which it runs, once per preset."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with lm_eval_model._quiet_git():

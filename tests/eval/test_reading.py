@@ -1,4 +1,4 @@
-"""`hf_lowbit_kv.eval.chunked_reader`: log-likelihoods through a cache are those of decoding, whatever is shared and batched."""
+"""`hf_lowbit_kv.eval.chunked_reader`: log-likelihoods through a cache are those of decoding, for any sharing and batching."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The boosted format against what it is defined by, channel by channel, and what it costs and gives."""
+"""The boosted format against its definition, channel by channel; its size and its error."""
 
 import math
 

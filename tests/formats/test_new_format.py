@@ -26,7 +26,7 @@ def registered(registries):  # noqa: F811
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with")
 @pytest.mark.parametrize("options", [{}, {"residual": 0}, {"max_cache_len": 200}, {"num_beams": 2}], ids=str)
 def test_a_new_format_generates(registered, options):
-    """Attending to its pages gives the tokens that the host's attention gives over the same pages, unpacked."""
+    """Attending to its pages gives the tokens that transformers' own attention gives over the same pages, unpacked."""
     models = tiny_models("llama")
     ids, _ = left_padded(1, 100)
     generate = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

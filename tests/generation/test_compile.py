@@ -70,7 +70,7 @@ def test_one_graph_equal_to_eager(preset, residual):
 @pytest.mark.parametrize("max_cache_len", [None, 600])
 @pytest.mark.host
 def test_a_model_that_its_user_compiled(max_cache_len):
-    """A growing cache stays outside of the graphs; whatever ran compiled, eager passes go on from there."""
+    """A growing cache stays outside of the graphs; after compiled steps, eager passes continue."""
     model, stock = tiny_models("llama")
     ids, _ = left_padded(1, 400)
     torch._dynamo.reset()

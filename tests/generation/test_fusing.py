@@ -21,7 +21,7 @@ from torch import nn
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import fusing, recording
-from hf_lowbit_kv.generation.fused_pieces import Norm, NotFusedError, Piece, Plain, with_globals
+from hf_lowbit_kv.generation.fused_pieces import Norm, NotFusedError, Piece, Unfused, with_globals
 from hf_lowbit_kv.generation.fusing import Fusion, agreement, errors_of, why_nothing_fused
 from hf_lowbit_kv.generation.piece_finder import find_pieces
 from hf_lowbit_kv.triton_kernels import common, fused_products
@@ -85,7 +85,7 @@ def attributes(model):
     return {name: list(vars(module)) for name, module in model.named_modules()}
 
 
-class Behind:
+class RepeatedStep:
     """A step of one token after 40 tokens of two rows, repeatable."""
 
     def __init__(self, model):
@@ -111,43 +111,43 @@ class Behind:
 def test_small_families(family):
     """The step that is observed is the plain one, the fused one differs by roundings, and nothing stays in the model."""
     model = model_of(family)
-    decoder, before = Behind(model), attributes(model)
-    plain, fusion = decoder.step(), Fusion()
+    decoder, before = RepeatedStep(model), attributes(model)
+    unfused, fusion = decoder.step(), Fusion()
     with fusion.observing(model):
-        assert torch.equal(decoder.step(), plain)
+        assert torch.equal(decoder.step(), unfused)
     assert attributes(model) == before
     assert fusion.report() == FOUND[family].replace("PAIRS", PAIRS)
     with fusion.in_force(model):
         fused = decoder.step()
     assert attributes(model) == before
-    assert not torch.equal(fused, plain)
-    assert (fused - plain).norm() < 0.01 * plain.norm()
-    assert torch.equal(decoder.step(), plain)
+    assert not torch.equal(fused, unfused)
+    assert (fused - unfused).norm() < 0.01 * unfused.norm()
+    assert torch.equal(decoder.step(), unfused)
 
 
 def _is_close_to_float32(family):
     model = model_of(family, torch.bfloat16)
-    decoder = Behind(model)
-    fusion, plain = decoder.settled(), decoder.step()
+    decoder = RepeatedStep(model)
+    fusion, unfused = decoder.settled(), decoder.step()
     with fusion.in_force(model):
         fused = decoder.step()
-    exact = Behind(model.float()).step()
-    return [float((x - exact).norm()) for x in (fused, plain)]
+    exact = RepeatedStep(model.float()).step()
+    return [float((x - exact).norm()) for x in (fused, unfused)]
 
 
 @kernels.needs_interpreter
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
 def test_small_error_is_at_most_twice_the_plain_steps(family, monkeypatch):
     monkeypatch.setattr(lb, "from_preset", lambda preset, model: lb.LowBitCache(model, "dense", "dense"))
-    fused, plain = _is_close_to_float32(family)
-    assert fused <= 2 * plain
+    fused, unfused = _is_close_to_float32(family)
+    assert fused <= 2 * unfused
 
 
 @kernels.needs_interpreter
 def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
     """A kernel that rounds to too few bits, one that does something else, and one that raises."""
-    decoder = Behind(model)
-    plain = decoder.step()
+    decoder = RepeatedStep(model)
+    unfused = decoder.step()
     for wrong, message in (
         (lambda x: (x.float() * 1.01).to(x.dtype), "the kernel's error is above twice the module's"),
         (lambda x: -x, "it computes something else"),
@@ -156,12 +156,12 @@ def test_small_a_wrong_kernel_is_not_used(model, monkeypatch):
     ):
         own = Norm.fused
         with monkeypatch.context() as patch:
-            patch.setattr(Norm, "fused", lambda self, way, x, wrong=wrong, own=own: wrong(own(self, way, x)))
+            patch.setattr(Norm, "fused", lambda self, variant, x, wrong=wrong, own=own: wrong(own(self, variant, x)))
             fusion = decoder.settled()
         assert f"norms 0/5 (layers.0.input_layernorm and 4 more: {message})" in fusion.report()
         assert "rotary 2/2, gate 2/2, products 4/4" in fusion.report()
         with fusion.in_force(model):
-            assert (decoder.step() - plain).norm() < 0.01 * plain.norm()
+            assert (decoder.step() - unfused).norm() < 0.01 * unfused.norm()
 
 
 @kernels.needs_interpreter
@@ -173,7 +173,7 @@ def test_small_adapters(model):
         init_lora_weights=False,
     )
     inner = peft.get_peft_model(model, config).eval().get_base_model().half()
-    decoder = Behind(inner)
+    decoder = RepeatedStep(inner)
     assert decoder.settled().report() == (
         "norms 4/5 (norm: modules_to_save), rotary 2/2, gate 2/2, products 2/4 (layers.1.self_attn.k_proj and 1 more: LoRA)"
     )
@@ -199,15 +199,15 @@ def test_small_more_rows_than_products_take(model):
 @kernels.needs_interpreter
 def test_small_weights_that_change_in_place_count(model):
     """No kernel reads a copy."""
-    decoder = Behind(model)
+    decoder = RepeatedStep(model)
     fusion, before = decoder.settled(), decoder.step()
     with torch.no_grad():
         for parameter in model.model.layers.parameters():
             parameter.mul_(1.5)
-    plain = decoder.step()
-    assert (plain - before).norm() > 0.1 * plain.norm()
+    unfused = decoder.step()
+    assert (unfused - before).norm() > 0.1 * unfused.norm()
     with fusion.in_force(model):
-        assert (decoder.step() - plain).norm() < 0.01 * plain.norm()
+        assert (decoder.step() - unfused).norm() < 0.01 * unfused.norm()
 
 
 @kernels.needs_interpreter
@@ -226,13 +226,13 @@ def test_small_products_of_one_input_that_changes():
     module = Writes().eval()
     x = torch.randn(1, 1, 32).half()
     with torch.no_grad():
-        plain, fusion = module(x.clone()), Fusion()
+        unfused, fusion = module(x.clone()), Fusion()
         with fusion.observing(module):
-            assert all(map(torch.equal, module(x.clone()), plain))
+            assert all(map(torch.equal, module(x.clone()), unfused))
         assert fusion.report() == "products 0/1 (: its inputs differ)"
         fusion._ways["products", ""] = "products"  # even so
         with fusion.in_force(module):
-            for out, want in zip(module(x.clone()), plain, strict=True):
+            for out, want in zip(module(x.clone()), unfused, strict=True):
                 torch.testing.assert_close(out, want)
 
 
@@ -258,7 +258,7 @@ def test_small_kernels_compile_ahead(model, rows, monkeypatch):
     assert [common.launches.get(name, 0) - before.get(name, 0) for name in names] == [1, 1, 1, 1]
     assert called == []
     monkeypatch.undo()
-    assert Behind(model).settled().report() == FOUND["llama"]
+    assert RepeatedStep(model).settled().report() == FOUND["llama"]
     assert model not in fusing._ahead
 
 
@@ -273,7 +273,7 @@ def test_nothing_compiles_ahead_without_kernels(model):
 
 
 def reasons(model):
-    return {(each.kind, each.name): each.reason for each in find_pieces(model) if isinstance(each, Plain)}
+    return {(each.kind, each.name): each.reason for each in find_pieces(model) if isinstance(each, Unfused)}
 
 
 def _hook(model):
@@ -410,11 +410,11 @@ def test_fuse_is_checked(model, fuse):
 
 
 def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
-    decoder, fusion = Behind(model), Fusion()
-    plain = decoder.step()
+    decoder, fusion = RepeatedStep(model), Fusion()
+    unfused = decoder.step()
     model.model.layers[0].mlp.named_children = None
     with fusion.observing(model):
-        assert torch.equal(decoder.step(), plain)
+        assert torch.equal(decoder.step(), unfused)
     assert fusion.settled
     assert not fusion.any
     assert fusion.report() == "nothing: TypeError: 'NoneType' object is not callable"
@@ -422,7 +422,7 @@ def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
 
 @kernels.needs_interpreter
 def test_small_inference_mode(model):
-    decoder, fusion = Behind(model), Fusion()
+    decoder, fusion = RepeatedStep(model), Fusion()
     with torch.inference_mode(), fusion.observing(model):
         decoder.step()
     assert "products 2/4 (layers.0.self_attn and 1 more: inference mode)" in fusion.report()
@@ -434,23 +434,23 @@ def test_agreement():
         return agreement(errors.largest[None], errors.eps)[0].tolist()
 
     exact = torch.randn(4, 100, dtype=torch.float64)
-    plain = exact.bfloat16()
-    same = (plain, plain, exact)
+    unfused = exact.bfloat16()
+    same = (unfused, unfused, exact)
     assert agree(*same) == [True, True]
-    off = plain.clone()
+    off = unfused.clone()
     off[2, 5] += 0.04 * exact[2].abs().max()
-    assert agree(off, plain, exact) == [False, False]
-    assert agree(plain, off, exact) == [False, True]
-    off[2, 5] = plain[2, 5] + 0.02 * exact[2].abs().max()
-    assert agree(off, plain, exact) == [True, False]
+    assert agree(off, unfused, exact) == [False, False]
+    assert agree(unfused, off, exact) == [False, True]
+    off[2, 5] = unfused[2, 5] + 0.02 * exact[2].abs().max()
+    assert agree(off, unfused, exact) == [True, False]
     off[2, 5] = float("nan")
-    assert agree(off, plain, exact) == [False, False]
+    assert agree(off, unfused, exact) == [False, False]
     empty = exact.clone()
     empty[2] = float("nan")  # a row without a token
     assert agree(empty.bfloat16(), empty.bfloat16(), empty) == [True, True]
     assert agree(off, empty.bfloat16(), empty) == [True, True]
-    assert agree(empty.bfloat16(), plain, exact) == [False, False]
-    assert agree(*(torch.full_like(x, float("nan")) for x in (plain, plain, exact))) == [False, True]
+    assert agree(empty.bfloat16(), unfused, exact) == [False, False]
+    assert agree(*(torch.full_like(x, float("nan")) for x in (unfused, unfused, exact))) == [False, True]
 
 
 def test_decorated_functions_get_other_globals():
@@ -463,9 +463,9 @@ def test_decorated_functions_get_other_globals():
 
         return wrapper
 
-    plain = decorated(decorated(_calls_a_global))
-    other = with_globals(plain, {"_value": lambda: 2})
-    assert plain() == ("decorated", ("decorated", 1))
+    unfused = decorated(decorated(_calls_a_global))
+    other = with_globals(unfused, {"_value": lambda: 2})
+    assert unfused() == ("decorated", ("decorated", 1))
     assert other() == ("decorated", ("decorated", 2))
     keeper = functools.partial(_calls_a_global)
     keeper.__wrapped__ = _calls_a_global
@@ -484,32 +484,32 @@ def _calls_a_global():
 class Interrupted(Norm):
     """Ctrl-C while a step runs."""
 
-    def fused(self, way, x):
+    def fused(self, variant, x):
         raise KeyboardInterrupt
 
 
 def test_an_interrupted_step_leaves_nothing(model, monkeypatch):
     before = attributes(model)
-    decoder = Behind(model)
-    plain = decoder.step()
+    decoder = RepeatedStep(model)
+    unfused = decoder.step()
     monkeypatch.setattr(Norm, "fused", Interrupted.fused)
     with pytest.raises(KeyboardInterrupt), Fusion().observing(model):
         decoder.step()
     assert attributes(model) == before
-    assert torch.equal(decoder.step(), plain)
+    assert torch.equal(decoder.step(), unfused)
 
 
 def test_other_threads_get_the_modules_own_forward(model, monkeypatch):
-    decoder = Behind(model)
-    plain, fusion, results = decoder.step(), decoder.settled(), []
-    monkeypatch.setattr(Norm, "fused", lambda self, way, x: torch.zeros_like(x))
+    decoder = RepeatedStep(model)
+    unfused, fusion, results = decoder.step(), decoder.settled(), []
+    monkeypatch.setattr(Norm, "fused", lambda self, variant, x: torch.zeros_like(x))
     with fusion.in_force(model):
         thread = threading.Thread(target=lambda: results.append(decoder.step()))
         thread.start()
         thread.join()
         mine = decoder.step()
-    assert torch.equal(results[0], plain)
-    assert not torch.equal(mine, plain)
+    assert torch.equal(results[0], unfused)
+    assert not torch.equal(mine, unfused)
 
 
 # ---- recorded, with fake graphs: only norms are fused --------------------------------------------------------------------
@@ -539,10 +539,10 @@ def test_recorded_with_fused_norms(graphs):
     assert [graph.replays for graph in graphs] == [17 + 19]
     del again
     # a kept cache does not replay a fused recording under fuse=False
-    plain = ours(model, ids, mask, fuse=False, **options)
+    unfused = ours(model, ids, mask, fuse=False, **options)
     assert [graph.replays for graph in graphs] == [36, 18]
-    assert all(map(torch.equal, plain.logits, want.logits))
-    assert "recorded; fused: nothing: fuse=False" in summary_of(plain)
+    assert all(map(torch.equal, unfused.logits, want.logits))
+    assert "recorded; fused: nothing: fuse=False" in summary_of(unfused)
 
 
 def test_a_fused_step_that_cannot_be_recorded_is_recorded_plain(graphs, monkeypatch):
@@ -551,11 +551,11 @@ def test_a_fused_step_that_cannot_be_recorded_is_recorded_plain(graphs, monkeypa
     want = ours(model, ids, mask, step="eager")
     own, calls = Norm.fused, []
 
-    def fused(self, way, x):
+    def fused(self, variant, x):
         calls.append(x)
         if len(calls) > 10:  # of five norms: the third time, while the step is recorded
             raise RuntimeError("not now")
-        return own(self, way, x)
+        return own(self, variant, x)
 
     monkeypatch.setattr(Norm, "fused", fused)
     out = ours(model, ids, mask, fuse=True, return_dict_in_generate=True)

@@ -66,16 +66,16 @@ def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
     sequences = torch.cat([ids, left_padded(2, TOKENS, seed=3)[0].cuda()], dim=1)
     exact, _ = forced_logits(model, ids, mask, sequences, step="eager")
     model = model.to(dtype)
-    plain, _ = forced_logits(model, ids, mask, sequences)
+    unfused, _ = forced_logits(model, ids, mask, sequences)
     fused, summary = forced_logits(model, ids, mask, sequences, fuse=True)
     assert FUSED[family] in summary
     # the first is the prompt's, which is not fused
-    error, bound = ((x[1:] - exact[1:]).norm() for x in (fused, plain))
+    error, bound = ((x[1:] - exact[1:]).norm() for x in (fused, unfused))
     assert error <= 2 * bound
-    largest = (plain - exact)[1:].abs().amax()
-    best = plain.topk(2, dim=-1).values
+    largest = (unfused - exact)[1:].abs().amax()
+    best = unfused.topk(2, dim=-1).values
     apart = best[..., 0] - best[..., 1] > 4 * largest
-    assert torch.equal(fused.argmax(-1)[apart], plain.argmax(-1)[apart])
+    assert torch.equal(fused.argmax(-1)[apart], unfused.argmax(-1)[apart])
 
 
 @pytest.mark.parametrize("family", FUSED)
@@ -93,10 +93,10 @@ def test_gpu_unfused_steps_give_the_eager_bits(family):
 
 def test_gpu_many_rows_and_padding():
     model = model_of("llama").to(torch.bfloat16)
-    for rows, said in ((17, "products 0/4"), (16, "products 4/4"), (1, "products 4/4")):
+    for rows, expected in ((17, "products 0/4"), (16, "products 4/4"), (1, "products 4/4")):
         ids, mask = (x.cuda() for x in left_padded(rows, 130))
         out = ours(model, ids, mask, fuse=True, return_dict_in_generate=True)
-        assert said in " ".join(out.past_key_values.summary().split())
+        assert expected in " ".join(out.past_key_values.summary().split())
         del out
         assert graph_launches(lambda ids=ids, mask=mask: ours(model, ids, mask, fuse=True)) == 11
 

@@ -44,7 +44,7 @@ def _every_mode() -> list:
     to family. The rest is slow."""
     cases = []
     for (number, family), mode, batch, size in itertools.product(enumerate(FAMILIES), MODES, (1, 4), (None, 200)):
-        if (mode, batch) == ("prompt_lookup", 4):  # the host offers prompt lookup for one row only
+        if (mode, batch) == ("prompt_lookup", 4):  # transformers offers prompt lookup for one row only
             continue
         several = batch == 4 or mode == "prompt_lookup"
         own = list(MODES)[number % len(MODES)]
@@ -112,13 +112,13 @@ def test_second_turn_on_the_same_cache(models, batch, max_cache_len):
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gpt_oss"])
 def test_texts_shorter_than_the_sliding_window(family):
-    # the host then gives its sliding layers no mask, whether their keys are the chunk or a whole preallocated layer
+    # transformers then gives its sliding layers no mask, whether their keys are the chunk or a whole preallocated layer
     ours, theirs = tiny_models(family, sliding_window=512)
     ids, mask = left_padded(1, 100)
     want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask)
     for options in ({}, {"max_cache_len": 150}, {"max_cache_len": 600}):
         assert torch.equal(_generate(ours, lb.from_preset("dense", ours, **SMALL_PAGES, **options), ids, mask), want)
-    # the host's own caches under our attention function
+    # transformers' own caches under our attention function
     for options in ({}, {"cache_implementation": "static"}):
         assert torch.equal(ours.generate(ids, attention_mask=mask, **GREEDY, **options), want)
     assert torch.equal(lb.generate(ours, ids, "dense", **GREEDY), want)
@@ -173,7 +173,7 @@ def test_attention_implementation_can_be_set_later(llama):
     want = _generate(theirs, DynamicCache(config=theirs.config), ids, mask)
     theirs.set_attn_implementation(lb.ATTENTION_NAME)
     assert torch.equal(_generate(theirs, lb.from_preset("dense", theirs, **SMALL_PAGES), ids, mask), want)
-    # and plain calls, without a cache or with the host's, go on as before
+    # and plain calls, without a cache or with transformers' own, continue as before
     assert torch.equal(_generate(theirs, DynamicCache(config=theirs.config), ids, mask), want)
     assert torch.equal(_generate(theirs, None, ids, mask, use_cache=False), want)
 

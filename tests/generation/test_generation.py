@@ -291,7 +291,7 @@ def test_cache_options_are_a_mapping(model):
 
 @pytest.mark.newest  # compiled once, on the newest
 def test_calls_and_turns_use_the_compiled_step_again(model):
-    """With the host's own way to compile on any device: one compilation for calls of any length, and for further turns."""
+    """With transformers' own way to compile on any device: one compilation for calls of any length, and for further turns."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -338,7 +338,7 @@ def test_compiling_leaves_no_trace(model, capsys):
 
 
 class StopHereError(Exception):
-    """Ends a test where what it is about has happened."""
+    """Ends a test at the event that it tests."""
 
 
 def test_a_step_is_compiled_for_all_its_rows(model, monkeypatch):

@@ -47,7 +47,7 @@ def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     assert torch.equal(got, want)
     options["new_tokens"] = 12
     assert graph_launches(lambda: ours(gpu_model, ids, mask, preset, **options)) == 11  # the prompt gives the first
-    # the host's own check, in contrast, waits in every step
+    # transformers' own check, in contrast, waits in every step
     cache = lb.from_preset(preset, gpu_model, max_cache_len=512)
     options = {"max_new_tokens": 9, "disable_compile": True, "logits_processor": [Watch()], **GREEDY}
     with pytest.raises(RuntimeError, match="synchronizing"):

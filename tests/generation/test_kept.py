@@ -239,7 +239,7 @@ class Choose:
         return self.first if index == 0 else None
 
 
-#: makers of options: whatever is made twice is equal, and another object
+#: makers of options: two results are equal, but different objects
 EQUAL = {
     "names": lambda: {"per_layer": {0: "dense"}},
     "options": lambda: {"per_layer": {0: {"key_format": "int4-channel", "sink": 4}, -1: "kv8"}},

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
 from hf_lowbit_kv.cache.length_rope import LengthRope, length_rope
-from hf_lowbit_kv.generation import prefill, recording, whole_reading
+from hf_lowbit_kv.generation import prefill, recording, whole_prompt
 
 pytestmark = pytest.mark.host
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -45,7 +45,7 @@ def dense(model, prompt, **options):
 def test_automatic_chunks(models, entry, padding, monkeypatch):
     ours, theirs = models
     monkeypatch.setattr(prefill, "memory_of", lambda model: object())
-    monkeypatch.setattr(prefill.Reader, "largest_chunk", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(prefill.ChunkedPrefill, "largest_chunk", lambda *args, **kwargs: 64)
     prompt = left_padding(ids_of(170, len(padding)), padding)
     truth = theirs.generate(**copy.deepcopy(prompt), **OPTIONS)
     passes = []
@@ -266,7 +266,7 @@ def test_the_frequencies_of_a_part(models):
     positions = torch.arange(300)[None]
     whole = rotary(x, positions)
     rotary(x, positions[:, :20])
-    with whole_reading.read_as_whole(ours, torch.ones(1, 300)):
+    with whole_prompt.prefill_as_whole(ours, torch.ones(1, 300)):
         part = rotary(x, position_ids=positions[:, 5:40])
     for one, other in zip(whole, part, strict=True):
         assert torch.equal(one[:, 5:40], other)

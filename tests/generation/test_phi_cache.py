@@ -109,7 +109,9 @@ def test_recorded_steps_do_not_pass_the_limit_with_old_keys(phi3, monkeypatch, s
     switches_in_place = "copy_" in inspect.getsource(modeling_rope_utils.dynamic_rope_update)
 
     def make():
-        graphs.append(FakeGraph(() if switches_in_place else READS))  # the oldest transformers asks the device
+        graphs.append(
+            FakeGraph(() if switches_in_place else READS)
+        )  # the oldest transformers reads a value from the device
         return graphs[-1]
 
     monkeypatch.setattr(recording, "graphs_for", lambda device: make)
@@ -212,11 +214,11 @@ def test_caches_of_calls_do_not_warn(phi3):
 
 @pytest.mark.parametrize("size", [None, 64])
 def test_chunks_of_a_prompt(phi3, monkeypatch, size):
-    """The last chunk goes on after a cache that ends below the limit, which Phi would drop. Chunks of the user's size equal a
+    """The last chunk continues after a cache that ends below the limit, which Phi would drop. Chunks of the user's size equal a
     text read whole too: Phi would read it whole."""
     ours, theirs = phi3
     monkeypatch.setattr(prefill, "memory_of", lambda model: object())
-    monkeypatch.setattr(prefill.Reader, "largest_chunk", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(prefill.ChunkedPrefill, "largest_chunk", lambda *args, **kwargs: 64)
     prompt = left_padding(ids_of(120), [0])
     truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
     seen = []

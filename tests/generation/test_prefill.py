@@ -138,7 +138,7 @@ def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, 
         assert prompts(fake) == [384, 384, 132]
         torch.manual_seed(1)
         model.generate(ids, attention_mask=mask, max_new_tokens=6, prefill_chunk_size=TOKENS, **GREEDY | options)
-    assert prompts(fake) == [TOKENS]  # transformers reads what the caller asks for
+    assert prompts(fake) == [TOKENS]  # transformers prefills in chunks of the caller's size
 
 
 def test_zero_means_whole(model, memory):
@@ -238,11 +238,11 @@ def test_gpu_the_estimate_is_the_peak(family):
     ids = torch.randint(3, 160, (2, tokens), device="cuda")
     cache = lb.from_preset("kivi-4-sink", model, max_cache_len=tokens + 8)
     memory = prefill.memory_of(model)
-    reader = prefill.Reader(model, cache, ids, torch.ones_like(ids))
-    need = reader._need(memory, 128)
-    assert reader.seen == 0
+    chunked = prefill.ChunkedPrefill(model, cache, ids, torch.ones_like(ids))
+    need = chunked._need(memory, 128)
+    assert chunked.seen == 0
     for size in (tokens, 8192):
-        real = memory.peak(lambda size=size: reader.read(size))
+        real = memory.peak(lambda size=size: chunked.advance(size))
         cache.reset()
         assert 0.95 * real <= need.whole(size) <= 1.2 * real
 

@@ -219,7 +219,7 @@ def test_gpu_what_asks_the_device_runs_eagerly_and_says_where(own_model):
     assert torch.equal(got, eager(own_model, ids, mask, new_tokens=30))
 
 
-def test_gpu_a_recording_that_fails_leaves_nothing_behind(own_model, gpu_model):
+def test_gpu_a_recording_that_fails_leaves_nothing(own_model, gpu_model):
     hook = own_model.model.layers[0].register_forward_hook(lambda *_: torch.cuda.synchronize())
     ids, mask = prompt()
     stream = torch.cuda.current_stream()

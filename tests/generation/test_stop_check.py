@@ -23,7 +23,7 @@ def preallocated(family="llama"):
 
 
 def late(cache, device=CUDA, returned=True, assistant=False):
-    """What transformers asks."""
+    """The arguments of transformers' check."""
     return utils.DeferredStopCheck.is_supported(device, cache, returned, is_assistant=assistant)
 
 

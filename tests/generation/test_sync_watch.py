@@ -126,10 +126,10 @@ def test_other_warnings_are_shown(sync):
     assert places == []
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("wants_warning", [False, True])
 @unchanged
-def test_a_thread_that_watches_nothing_is_told_of_its_waits_if_it_has_asked(sync, asked):
-    sync.mode = int(asked)
+def test_a_thread_that_watches_nothing_gets_the_warnings_that_it_enabled(sync, wants_warning):
+    sync.mode = int(wants_warning)
     turn = threading.Barrier(2, timeout=30)
 
     def watching():
@@ -145,8 +145,8 @@ def test_a_thread_that_watches_nothing_is_told_of_its_waits_if_it_has_asked(sync
         sync.wait()
         turn.wait()
         assert future.result() == []
-    assert [str(each.message)[:22] for each in shown] == ["called a synchronizing"] * asked
-    assert sync.mode == int(asked)
+    assert [str(each.message)[:22] for each in shown] == ["called a synchronizing"] * wants_warning
+    assert sync.mode == int(wants_warning)
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])

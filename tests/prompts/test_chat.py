@@ -69,7 +69,7 @@ def test_turns_undo_and_edited_messages(model, template):
 
 
 @pytest.mark.host
-def test_a_turn_sends_what_lies_behind_the_common_prefix(model):
+def test_a_turn_sends_what_follows_the_common_prefix(model):
     chat, counted = _chat(model, system=words(60, 0)), Counted(model)
     for turn in range(3):
         held = 0 if chat.cache.text is None else chat.cache.text[0].tolist()

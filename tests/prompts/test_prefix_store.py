@@ -85,7 +85,7 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
     tokens, cached, read = _generate(model, turn, store)
     assert torch.equal(tokens, _generate(model, turn, None)[0])
     assert (cached, read) == (first.shape[1] - 1, 10)
-    assert len(store) == 1  # it goes on from the first
+    assert len(store) == 1  # it continues from the first
     short, cached, read = _generate(model, ids[:, :50], store)
     assert torch.equal(short, _generate(model, ids[:, :50], None)[0])
     assert cached + read == 50
@@ -93,7 +93,7 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
 
 @pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "fp8", "kivi-4-hadamard"])
 def test_packed_presets(model, preset):
-    """A text that goes on from an exact end has the tokens of a call that goes on with the cache."""
+    """A text that continues from an exact end has the tokens of a call that continues with the cache."""
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, **GREEDY}
     store, ids = lb.PrefixStore(), _text(300, 1)
     first = lb.generate(

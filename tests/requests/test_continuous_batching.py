@@ -118,7 +118,7 @@ def test_forks(models, ours, batching):
 
 @needs_release
 def test_packed_pages_are_those_of_a_row_alone(models):
-    """A prompt that is cut into the same chunks leaves the same bytes, so it goes on with the same tokens."""
+    """A prompt that is cut into the same chunks leaves the same bytes, so it continues with the same tokens."""
     ids = prompt(500)
     common = {"max_new_tokens": NEW, "prefill_chunk_size": 128, "progress": False, **OPTIONS}
     tokens, logprobs = with_logprobs(lb.generate(models[0], torch.tensor([ids]), preset="kivi-2", **common), 500)

@@ -133,7 +133,7 @@ def test_prompts_that_begin_alike_share_pages(models, texts, monkeypatch):
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
 def test_a_store_keeps_prompts_from_call_to_call(models, texts, preset):
-    """A prompt that goes on from a stored one is read from there; the same one ends within it."""
+    """A prompt that continues from a stored one is read from there; the same one ends within it."""
     ours, theirs = models
     store = lb.PrefixStore("1GB")
     options = {"max_new_tokens": 10, "do_sample": False, "share_prefixes": False, "prefixes": store}

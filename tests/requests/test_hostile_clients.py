@@ -1,4 +1,4 @@
-"""The server beside bad requests: each ends by itself, and a good stream goes on."""
+"""The server beside bad requests: each ends by itself, and a good stream continues."""
 
 import gc
 import json

@@ -51,7 +51,7 @@ def transformers_own(model, texts, new_tokens=10) -> list[list[int]]:
 
 @pytest.fixture
 def copied(monkeypatch) -> list[int]:
-    """Bytes of pages that were copied, whoever did it; attention is not counted."""
+    """Bytes of pages that were copied; attention is not counted."""
     counts: list[int] = []
     read = stored_tokens.read_pages
 
@@ -95,7 +95,7 @@ def long_model(one_thread):
 @pytest.mark.parametrize("tokens", [1024, slow_case(8192)])
 @pytest.mark.parametrize(("preset", "sink"), [("kivi-4-sink", 32), ("dense", 0)])
 def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, tokens, tmp_path, copied, monkeypatch):
-    """`ROWS` requests that go on from a long prompt: its pages once, and those that each row fills itself."""
+    """`ROWS` requests that continue from a long prompt: its pages once, and those that each row fills itself."""
     prompt, store = text(tokens, 1), lb.PrefixStore("1GB", folder=tmp_path)
     options = {"prefixes": store, "prefill_chunk_size": 2048, "new_tokens": 3}
     many(long_model, [prompt], preset, **options)
@@ -154,7 +154,7 @@ def test_recorded_steps_stay_valid_when_texts_come_and_go(model, monkeypatch):
 
 @pytest.mark.parametrize("limit", ["1GB", 1])
 def test_a_store_that_is_full_loses_nothing_that_rows_read(models, tmp_path, limit):
-    """A text goes to the folder, or is dropped, while rows go on from it."""
+    """A text goes to the folder, or is dropped, while rows continue from it."""
     ours, theirs = models
     store = lb.PrefixStore(limit, folder=tmp_path)
     begins = [text(200, number) for number in range(4)]
@@ -167,7 +167,7 @@ def test_a_store_that_is_full_loses_nothing_that_rows_read(models, tmp_path, lim
 
 @pytest.mark.parametrize("growing", [False, True])
 def test_a_cache_goes_on_in_a_running_pool(models, growing, tmp_path):
-    """Itself and its fork, and meanwhile the cache goes on outside of the pool, where it writes other tokens."""
+    """Itself and its fork, and meanwhile the cache continues outside of the pool, where it writes other tokens."""
     ours, theirs = models
     document, other = text(300, 1), text(260, 2)
     cache = lb.from_preset("dense", ours, max_cache_len=600, **SMALL_PAGES)

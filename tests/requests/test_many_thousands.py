@@ -28,7 +28,7 @@ def requests():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kept", [False, True])
-def test_ten_thousand_requests_leave_nothing_behind(one_thread, kept):
+def test_ten_thousand_requests_leave_nothing(one_thread, kept):
     """kept: every text goes into a store that has room for a few, and rows read the store's pages."""
     model = tiny_models("llama")[0]
     options = {"cache_options": SMALL_PAGES, "max_rows": 32, "memory": "2MB", "progress": False, "do_sample": False}

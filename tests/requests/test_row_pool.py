@@ -235,7 +235,7 @@ def test_kernels_of_steps_are_expected_while_the_first_prompt_is_read(model, mon
 
 
 @pytest.mark.parametrize(("residual", "shared"), [(0, 64), (32, 32)])
-def test_a_token_is_left_to_read_behind_a_prefix(model, residual, shared):
+def test_a_token_is_left_to_read_after_a_prefix(model, residual, shared):
     """The token after the prefix, and before it those of the residual, which are not in pages."""
     pool = steps_on(model, "kv4", slots=1, residual=residual).pool
     assert [max(pool.prefix_lengths(tokens), default=0) for tokens in (64, 65)] == [shared - 32, shared]

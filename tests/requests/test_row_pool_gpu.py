@@ -43,7 +43,7 @@ def backend(request):
     return request.param
 
 
-def alone(model, cache, text, tokens):
+def one_at_a_time(model, cache, text, tokens):
     """Logits after a text, and after each of these tokens, with a cache of its own."""
     found = []
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_rows_have_the_logits_that_they_have_alone(model, backend, formats):
     texts = [torch.randint(3, 160, (length,)) for length in (500, 60, 300)]
     more = torch.randint(3, 160, (3, 150))
     expected = [
-        alone(model, cache_of(model, formats, max_cache_len=1024, **window), text, tokens)
+        one_at_a_time(model, cache_of(model, formats, max_cache_len=1024, **window), text, tokens)
         for text, tokens in zip(texts, more, strict=True)
     ]
     template = cache_of(model, formats, max_cache_len=64, **window)
@@ -105,7 +105,7 @@ def test_rows_have_the_logits_that_they_have_alone(model, backend, formats):
 def test_forks_and_prefixes(model, backend):
     window = {"residual": 128, "page_size": 128, "backend": backend}
     text, tokens = torch.randint(3, 160, (700,)), torch.randint(3, 160, (40,))
-    wanted = alone(model, lb.from_preset("dense", model, max_cache_len=1024, **window), text, tokens)
+    wanted = one_at_a_time(model, lb.from_preset("dense", model, max_cache_len=1024, **window), text, tokens)
     steps = steps_on(model, "dense", slots=3, tokens=4096, max_length=1024, **window)
     pool = steps.pool
     first = pool.enter(1024)
@@ -128,13 +128,14 @@ def test_forks_and_prefixes(model, backend):
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
 def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, backend, preset):
-    """Blocks come and go between recorded steps. The caches go on too, into other pages."""
+    """Blocks come and go between recorded steps. The caches continue too, into other pages."""
     window = {"residual": 128, "page_size": 128, "backend": backend}
     texts = [torch.randint(3, 160, (length,)) for length in (700, 500)]
     tokens = torch.randint(3, 160, (60,))
     caches = [lb.from_preset(preset, model, max_cache_len=1024, **window) for _ in texts]
     wanted = [
-        alone(model, lb.from_preset(preset, model, max_cache_len=1024, **window), text, tokens)[1:] for text in texts
+        one_at_a_time(model, lb.from_preset(preset, model, max_cache_len=1024, **window), text, tokens)[1:]
+        for text in texts
     ]
     with torch.no_grad():
         for cache, text in zip(caches, texts, strict=True):
@@ -212,7 +213,7 @@ class Truth:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
-def test_requests_write_what_they_write_alone_but_for_near_ties(preset, dtype):
+def test_requests_get_the_same_answers_as_one_at_a_time_except_near_ties(preset, dtype):
     """With `lb.generate`, in a pool, and by transformers' own scheduler on packed pages."""
     model = tiny_models("llama")[0].to(dtype).to(DEVICE)
     truth = Truth(model, preset)
@@ -220,7 +221,9 @@ def test_requests_write_what_they_write_alone_but_for_near_ties(preset, dtype):
     new = 32
     options = {"max_new_tokens": new, "do_sample": False, "prefill_chunk_size": CHUNK, "progress": False}
     by = {
-        "alone": [lb.generate(model, x[None].to(DEVICE), preset, pad_token_id=0, **options)[0, len(x) :] for x in texts]
+        "one at a time": [
+            lb.generate(model, x[None].to(DEVICE), preset, pad_token_id=0, **options)[0, len(x) :] for x in texts
+        ]
     }
     pooled = lb.generate_many(model, texts, preset, max_rows=4, share_prefixes=False, **options)
     assert [result.error for result in pooled] == [None] * len(texts)
@@ -235,9 +238,10 @@ def test_requests_write_what_they_write_alone_but_for_near_ties(preset, dtype):
         answers = [list(map(int, answer)) for answer in answers]
         assert {len(answer) for answer in answers} == {new}
         ties = sum(truth.near_ties(text, answer) for text, answer in zip(texts, answers, strict=True))
-        equal = sum(a == list(map(int, b)) for a, b in zip(answers, by["alone"], strict=True))
+        equal = sum(a == list(map(int, b)) for a, b in zip(answers, by["one at a time"], strict=True))
         print(
-            f"{preset}, {dtype}, {name}: {equal} of {len(texts)} as alone; near-ties: {ties} of {len(texts) * new} tokens"
+            f"{preset}, {dtype}, {name}: {equal} of {len(texts)} as one at a time; "
+            f"near-ties: {ties} of {len(texts) * new} tokens"
         )
         assert ties <= len(texts) * new // 8
 

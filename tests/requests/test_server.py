@@ -355,7 +355,7 @@ def balanced(two, tmp_path):
     process.wait()
 
 
-def asked(client, server: Served, session: str) -> tuple[str, str]:
+def answer_of(client, server: Served, session: str) -> tuple[str, str]:
     """Who answered, and the text."""
     raw = client.completions.with_raw_response.create(
         model=server.model, prompt=PROMPT, max_tokens=12, extra_headers={"X-Session": session}
@@ -368,15 +368,15 @@ def asked(client, server: Served, session: str) -> tuple[str, str]:
 def test_a_balancer_and_two_servers(two, balanced, expected):
     """A session's requests go to one server; when that ends, to the other."""
     sessions = [f"chat-{i}" for i in range(16)]
-    first = {session: asked(balanced, two[0], session) for session in sessions}
+    first = {session: answer_of(balanced, two[0], session) for session in sessions}
     assert {text for _, text in first.values()} == {expected(PROMPT)}
     assert {where for where, _ in first.values()} == {f"127.0.0.1:{server.port}" for server in two}
-    assert {session: asked(balanced, two[0], session) for session in sessions} == first
+    assert {session: answer_of(balanced, two[0], session) for session in sessions} == first
     message = {"role": "user", "content": "5 6 7"}
     stream = balanced.chat.completions.create(model=two[0].model, messages=[message], max_tokens=12, stream=True)
     assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in stream) > 1
     two[0].close()
-    after = {session: asked(balanced, two[0], session) for session in sessions}
+    after = {session: answer_of(balanced, two[0], session) for session in sessions}
     assert set(after.values()) == {(f"127.0.0.1:{two[1].port}", expected(PROMPT))}
 
 

@@ -164,7 +164,7 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
         pass
     assert {result.index: len(result.generated_tokens) for result in run.results} == {0: 2, 1: 2, 2: 1}
     first = ["read", "token of 0", "read", "token of 1", "read", "token of 2", "decode", "token of 0", "token of 1"]
-    behind = [
+    delivered_late = [
         "read",
         "read",
         "token of 0",
@@ -176,5 +176,5 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
         "token of 0",
         "token of 1",
     ]
-    assert events == (behind if late else first)
+    assert events == (delivered_late if late else first)
     run.free()

@@ -1,4 +1,4 @@
-"""Reference counts of pages: whoever has one, and whenever it ends."""
+"""Reference counts of pages: acquired and released by any user, in any order of ends."""
 
 import copy
 import gc

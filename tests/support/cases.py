@@ -150,7 +150,7 @@ def tiny_config(family: str, **changes):
 
 
 def tiny_models(family: str, **changes):
-    """Two models with the same random weights: one with our attention, one with the host's. Each call's are its own."""
+    """Two models with the same random weights: one with our attention, one with transformers' own. Each call's are its own."""
     key = f"{family} {changes}"
     torch.manual_seed(0)
     if key not in _made:

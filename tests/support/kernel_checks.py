@@ -61,8 +61,8 @@ def orders(case: Case) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def poisoned():
-    """Inside, whatever is allocated holds NaN at first. The mode that does it also asks for sums in a fixed order: without the
-    environment variable, kernels would not run as they do by default."""
+    """Within the context, all newly allocated memory holds NaN. PyTorch's mode for that also requests sums in a fixed order.
+    So the environment variable is set, and kernels run as they do by default."""
     order = os.environ.get(determinism.VARIABLE) or "0"
     with pytest.MonkeyPatch.context() as patch, determinism.deterministic():
         patch.setenv(determinism.VARIABLE, order)

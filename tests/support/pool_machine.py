@@ -1,7 +1,7 @@
 """A pool of rows without a model, and what its rows must hold: operations are drawn by hypothesis, and checked one by one.
 
-Keys and values follow only from token and position. So what a row holds is known whoever stored it first; the truth is a store
-of one row that got all tokens at once.
+Keys and values follow only from token and position. So the contents of a row do not depend on the row that stored them
+first. The truth is a store of one row that got all tokens at once.
 """
 
 from collections import Counter
@@ -124,12 +124,12 @@ class Machine:
         return row
 
     def _kept_text(self, operation: Operation) -> None:
-        """A row goes on from a text that is kept elsewhere, from some page or some token of its window on."""
+        """A row continues from a text that is kept elsewhere, from some page or some token of its window on."""
         which = operation.which % 2
         self._go_on(self._text(which), self._kept[which], operation.amount)
 
     def _cache(self, operation: Operation) -> None:
-        """A row goes on from the present contents of a cache, which may change later."""
+        """A row continues from the present contents of a cache, which may change later."""
         which = operation.which % 2
         contents = [self._contents(store, shared=True) for store in self._caches[which]]
         self._go_on(self._cached[which], contents, operation.amount)
@@ -161,7 +161,7 @@ class Machine:
             self.check(row)
 
     def _fork_the_cache(self, operation: Operation) -> None:
-        """A row goes on from a fork. What it came from is gone afterwards, or the fork is."""
+        """A row continues from a fork. What it came from is gone afterwards, or the fork is."""
         which, capacity = operation.which % 2, self._caches[operation.which % 2][0].capacity
         (fork,) = fork_stores(self._caches[which], capacity)
         if capacity is None and operation.amount % 3 == 0:  # as beams do

@@ -125,7 +125,7 @@ class Reset(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One of the cache and its copy goes on, the other gets so many tokens and is looked at again at the end."""
+    """One of the cache and its copy continues, the other gets so many tokens and is looked at again at the end."""
 
     pickled: bool
     original: bool

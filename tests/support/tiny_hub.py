@@ -72,7 +72,7 @@ class TinyHub:
 
 @contextlib.contextmanager
 def one_process(monkeypatch: Any):
-    """Inside, a model that is to be split over processes is loaded whole: there is one."""
+    """Within the context, a model that is to be split over processes is loaded whole: there is one."""
     original = transformers.AutoModelForCausalLM.from_pretrained
 
     def load(name: str, *args: Any, **options: Any) -> Any:

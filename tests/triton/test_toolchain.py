@@ -26,7 +26,7 @@ COMPILER = choice.why_cuda_cannot_compile
 
 
 @pytest.fixture
-def asked():
+def reason():
     toolchain.why_no_launcher.cache_clear()
     yield toolchain.why_no_launcher
     toolchain.why_no_launcher.cache_clear()
@@ -38,15 +38,15 @@ def _headers(monkeypatch, folder: Path) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_no_compiler(asked, monkeypatch, tmp_path):
+def test_no_compiler(reason, monkeypatch, tmp_path):
     (tmp_path / "Python.h").touch()
     _headers(monkeypatch, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "neither gcc nor clang is on PATH nor CC set" in asked()
+    assert "neither gcc nor clang is on PATH nor CC set" in reason()
 
 
 @pytest.mark.parametrize("how", ["gcc", "clang", "CC", "own"])
-def test_a_compiler(how, asked, monkeypatch, tmp_path):
+def test_a_compiler(how, reason, monkeypatch, tmp_path):
     from triton import knobs
 
     (tmp_path / "Python.h").touch()
@@ -59,22 +59,22 @@ def test_a_compiler(how, asked, monkeypatch, tmp_path):
         monkeypatch.setattr(knobs.build, "impl", lambda *args: "")
     else:
         (tmp_path / how).touch(mode=0o755)
-    assert asked() is None
+    assert reason() is None
 
 
-def test_no_triton(asked, monkeypatch):
+def test_no_triton(reason, monkeypatch):
     monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
-    assert asked() == "Triton is not installed"
+    assert reason() == "Triton is not installed"
 
 
-def test_no_headers(asked, monkeypatch, tmp_path):
+def test_no_headers(reason, monkeypatch, tmp_path):
     _headers(monkeypatch, tmp_path / "none")
     monkeypatch.setenv("CC", "cc")
-    assert f"{tmp_path / 'none'} has no Python.h" in asked()
-    asked.cache_clear()
+    assert f"{tmp_path / 'none'} has no Python.h" in reason()
+    reason.cache_clear()
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CPATH", f":{tmp_path}")
-    assert asked() is None
+    assert reason() is None
 
 
 @pytest.mark.parametrize(
@@ -103,12 +103,12 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(
-        choice, "choose_backend", lambda asked, served: real["choose_backend"](asked, served._replace(device=gpu))
+        choice, "choose_backend", lambda reason, served: real["choose_backend"](reason, served._replace(device=gpu))
     )
     monkeypatch.setattr(
         choice,
         "describe_backend",
-        lambda asked, chosen, served: real["describe_backend"](asked, chosen, served._replace(device=gpu)),
+        lambda reason, chosen, served: real["describe_backend"](reason, chosen, served._replace(device=gpu)),
     )
     monkeypatch.setattr(ops, "operations_of", lambda *chosen: reference.OPERATIONS)
     monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)

@@ -190,9 +190,10 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32 rows, int lane) {
     const int g = lane >> 2;
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       if constexpr (CHANNEL && GROUP < KV_TILE)
-        if (blk * 32 % GROUP == 0) load_group(rows, stage + CODES + blk * 32 / GROUP * D * 2, blk * 32 / GROUP, lane);
+        if (segment * 32 % GROUP == 0)
+          load_group(rows, stage + CODES + segment * 32 / GROUP * D * 2, segment * 32 / GROUP, lane);
       float scale[4], zero[4], partial[2][NT][4];
 #pragma unroll
       for (int h = 0; h < 2; h++)
@@ -201,9 +202,9 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
           for (int i = 0; i < 4; i++) {
             partial[h][n][i] = 0.f;
-            if constexpr (GROUPS > 1) s[2 * blk + h][n][i] = 0.f;
+            if constexpr (GROUPS > 1) s[2 * segment + h][n][i] = 0.f;
           }
-      const u32 words = stage + blk * C::BYTES + (lane) * 4 * C::V;
+      const u32 words = stage + segment * C::BYTES + (lane) * 4 * C::V;
       u32 w[C::HELD];
       float low[2][NT][4] = {};  // sums of the low codes
 #pragma unroll
@@ -234,7 +235,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         if constexpr (!CHANNEL)
           if ((k + 1) * 16 % SPAN == 0) {  // a group of channels is complete: its scale and zero point
             const int i0 = k * 16 / SPAN;
-            const u32 meta = stage + CODES + ((blk * 32 + 4 * g) * ALL + first_group() + i0) * 2;
+            const u32 meta = stage + CODES + ((segment * 32 + 4 * g) * ALL + first_group() + i0) * 2;
             four_halves<ALL>(scale, meta);
             four_halves<ALL>(zero, meta + META);
 #pragma unroll
@@ -246,7 +247,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
                   const int j = 2 * h + (i >> 1);
                   const float x = partial[h][n][i] * (c[n][i & 1] * (scale[j] * (1 / operand_position<BITS>(h)))) +
                                   sum[n][2 * i0 + (i & 1)] * zero[j];
-                  s[2 * blk + h][n][i] = GROUPS > 1 ? s[2 * blk + h][n][i] + x : x;
+                  s[2 * segment + h][n][i] = GROUPS > 1 ? s[2 * segment + h][n][i] + x : x;
                   partial[h][n][i] = 0.f;
                 }
           }
@@ -257,7 +258,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
 #pragma unroll
           for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) s[2 * blk + h][n][i] = partial[h][n][i];
+            for (int i = 0; i < 4; i++) s[2 * segment + h][n][i] = partial[h][n][i];
       }
     }
   }

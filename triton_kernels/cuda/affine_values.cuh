@@ -51,12 +51,12 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   // The first of a token's groups in the warp's slice.
   static __device__ __forceinline__ int first_group() { return ALL > 1 ? own_slice() * GROUPS : 0; }
 
-  // Scales and zero points of one group of channels for the lane's four tokens of a block, positions divided out.
-  __device__ __forceinline__ void load_scale(float* scale, u32 stage, int blk, int i, int limit, int lane) const {
-    four_halves<ALL>(scale, stage + CODES + ((blk * 32 + lane / 4 * 4) * ALL + first_group() + i) * 2);
+  // Scales and zero points of one group of channels for the lane's four tokens of a segment, positions divided out.
+  __device__ __forceinline__ void load_scale(float* scale, u32 stage, int segment, int i, int limit, int lane) const {
+    four_halves<ALL>(scale, stage + CODES + ((segment * 32 + lane / 4 * 4) * ALL + first_group() + i) * 2);
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
+      if (PARTIAL && segment * 32 + lane / 4 * 4 + j >= limit) scale[j] = 1.f;
       scale[j] = scale[j] * (P::STEPS / position(j)) +
                  1e-15f;  // if the scale is zero, so are the codes: any number is correct
     }
@@ -105,24 +105,24 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
     if constexpr (SHARED_SCALES) {
       share_scales(stage, scratch, limit, lane);
 #pragma unroll
-      for (int blk = 0; blk < KV_TILE / 32; blk++)
-        lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
+      for (int segment = 0; segment < KV_TILE / 32; segment++)
+        lds<4>(reinterpret_cast<u32*>(shift[segment]), scratch + (segment * 32 + lane / 4 * 4) * 4);
       return;
     }
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       float largest[4] = {};
       if constexpr (!CHANNEL) {
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
           float scale[4];
-          load_scale(scale, stage, blk, i, limit, lane);
+          load_scale(scale, stage, segment, i, limit, lane);
 #pragma unroll
           for (int j = 0; j < 4; j++) largest[j] = i ? fmaxf(largest[j], scale[j]) : scale[j];
         }
       }
 #pragma unroll
-      for (int j = 0; j < 4; j++) shift[blk][j] = CHANNEL ? -lg2(position(j)) : lg2(largest[j]);
+      for (int j = 0; j < 4; j++) shift[segment][j] = CHANNEL ? -lg2(position(j)) : lg2(largest[j]);
     }
   }
   __device__ __forceinline__ float exponent(int tile, int i) const {
@@ -133,29 +133,29 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32 scratch,
                                       int limit, int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++)
-      if constexpr (CHANNEL) add_channel(o, l, x + 2 * blk, stage, blk, lane);
+    for (int segment = 0; segment < KV_TILE / 32; segment++)
+      if constexpr (CHANNEL) add_channel(o, l, x + 2 * segment, stage, segment, lane);
       else
 #pragma unroll
-        for (int i = 0; i < GROUPS; i++) add_token(o, l, x + 2 * blk, stage, scratch, blk, i, limit, lane);
+        for (int i = 0; i < GROUPS; i++) add_token(o, l, x + 2 * segment, stage, scratch, segment, i, limit, lane);
   }
 
   __device__ __forceinline__ void add_token(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32 scratch,
-                                            int blk, int group, int limit, int lane) {
+                                            int segment, int group, int limit, int lane) {
     float scale[4], zero[4], inverse[4];
     u32 p[2][NT][2];
     if constexpr (SHARED_SCALES) {
-      lds<4>(reinterpret_cast<u32*>(inverse), scratch + (KV_TILE + blk * 32 + lane / 4 * 4) * 4);
-      lds<4>(reinterpret_cast<u32*>(zero), scratch + (2 * KV_TILE + blk * 32 + lane / 4 * 4) * 4);
+      lds<4>(reinterpret_cast<u32*>(inverse), scratch + (KV_TILE + segment * 32 + lane / 4 * 4) * 4);
+      lds<4>(reinterpret_cast<u32*>(zero), scratch + (2 * KV_TILE + segment * 32 + lane / 4 * 4) * 4);
     } else {
-      load_scale(scale, stage, blk, group, limit, lane);
-      four_halves<ALL>(zero, stage + CODES + META + ((blk * 32 + lane / 4 * 4) * ALL + first_group() + group) * 2);
+      load_scale(scale, stage, segment, group, limit, lane);
+      four_halves<ALL>(zero, stage + CODES + META + ((segment * 32 + lane / 4 * 4) * ALL + first_group() + group) * 2);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
+        if (PARTIAL && segment * 32 + lane / 4 * 4 + j >= limit) zero[j] = 0.f;
         inverse[j] = rcp(scale[j]);
         zero[j] *= inverse[j];
-        scale[j] = lg2(scale[j]) - shift[blk][j];
+        scale[j] = lg2(scale[j]) - shift[segment][j];
       }
     }
 #pragma unroll
@@ -173,7 +173,7 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         p[h][n][0] = transposed(pack_half(w[0], w[1]));
         p[h][n][1] = transposed(pack_half(w[2], w[3]));
       }
-    const u32 words = stage + blk * C::BYTES + lane * 4 * C::V;
+    const u32 words = stage + segment * C::BYTES + lane * 4 * C::V;
     u32 w[C::HELD], low_p[2][NT][2];
     low_weights(p, low_p);
 #pragma unroll
@@ -215,8 +215,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
       }
   }
 
-  __device__ __forceinline__ void add_channel(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, int blk,
-                                              int lane) {
+  __device__ __forceinline__ void add_channel(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage,
+                                              int segment, int lane) {
     u32 p[2][NT][2];
     float total[NT][4] = {};
 #pragma unroll
@@ -239,8 +239,8 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT> s
         l[n][e] += total[n][e];
         total[n][e] = sum_rows(total[n][e]);
       }
-    const u32 words = stage + blk * C::BYTES + lane * 4 * C::V;
-    const u32 meta = stage + CODES + (KV_TILE > GROUP ? blk * 32 / GROUP * D * 2 : 0);
+    const u32 words = stage + segment * C::BYTES + lane * 4 * C::V;
+    const u32 meta = stage + CODES + (KV_TILE > GROUP ? segment * 32 / GROUP * D * 2 : 0);
     u32 w[C::HELD], low_p[2][NT][2];
     low_weights(p, low_p);
 #pragma unroll

@@ -1,8 +1,8 @@
 // Storing new tokens: into sink and tail ring, and packing each page that is due: `reference.append`, bit for bit.
 //
 // A CTA owns the counters of one row (sequence x KV head). One token takes one launch (`append_one`), or none if `attend.cu` stores it. A longer
-// chunk takes three launches: pages, then sink and tail, then counters. Pages come first, because they are packed from ring slots that the
-// chunk's newest tokens overwrite.
+// tokens take three launches: pages, then sink and tail, then counters. Pages come first, because they are packed from ring slots that the
+// newest of these tokens overwrite.
 #include "store.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARP_GROUP_THREADS) append_one(const __grid_constant__ AppendArgs a) {

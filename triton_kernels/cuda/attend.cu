@@ -43,11 +43,11 @@ __device__ __forceinline__ void fill_tables(const Args& a, u32 tables, int h, in
   commit();
 }
 
-// The number of workers of a warp group that attend to the window blocks of its split. Only as few workers as are needed do this, so that the others
+// The number of workers of a warp group that attend to the window segments of its split. Only as few workers as are needed do this, so that the others
 // start with pages. The window comes first: afterwards these workers take fewer work tiles than the others, which balances the load.
-__device__ __forceinline__ int workers_for_window(int blocks, int work_tiles) {
-  return min(blocks,
-             max(1, min((int)__fdividef((float)(WORKERS * blocks + work_tiles), (float)(work_tiles + 1)), WORKERS)));
+__device__ __forceinline__ int workers_for_window(int segments, int work_tiles) {
+  return min(segments,
+             max(1, min((int)__fdividef((float)(WORKERS * segments + work_tiles), (float)(work_tiles + 1)), WORKERS)));
 }
 
 extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend(const __grid_constant__ StepArgs a) {
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   while (true) {
     if (thread == 0) tiles_taken[warp_group] = 0;
     const Row row = split.row;
-    const int w0 = split.blocks[0], w1 = split.blocks[1];
+    const int w0 = split.segments[0], w1 = split.segments[1];
     const WorkTiles work(row, split.work_tiles[0], split.work_tiles[1]);
     const int window_workers = workers_for_window(w1 - w0, work.count);
     const bool takes_window = worker < window_workers;

@@ -71,11 +71,11 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32 rows, int lane) {
     low.scores(s, stage, rows, lane);
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++)
+    for (int segment = 0; segment < KV_TILE / 32; segment++)
 #pragma unroll
       for (int load = 0; load < C::WORDS / C::V; load++) {
         u32 w[C::V];
-        lds<C::V>(w, stage + HIGH + blk * C::BYTES + (load * 32 + lane) * 4 * C::V);
+        lds<C::V>(w, stage + HIGH + segment * C::BYTES + (load * 32 + lane) * 4 * C::V);
 #pragma unroll
         for (int e = 0; e < C::V; e++) {
           u32 a[2][4];
@@ -84,7 +84,7 @@ template <int COLUMNS, int D, int HIGH_AT, int SCALE_AT, int ZERO_AT, int MAP_AT
 #pragma unroll
           for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int h = 0; h < 2; h++) mma<false>(s[2 * blk + h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
+            for (int h = 0; h < 2; h++) mma<false>(s[2 * segment + h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
         }
       }
   }

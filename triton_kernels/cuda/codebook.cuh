@@ -48,9 +48,9 @@ template <int DIM, int BITS, int D> struct Stream {
   static_assert(D / DIM * BITS % 32 == 0, "formats.Codebook.in_lanes");
 
   u32 w[WORDS];
-  __device__ __forceinline__ void load(u32 block, int lane) {
+  __device__ __forceinline__ void load(u32 segment, int lane) {
 #pragma unroll
-    for (int i = 0; i < WORDS / V; i++) lds<V>(w + i * V, block + (i * 32 + lane) * 4 * V);
+    for (int i = 0; i < WORDS / V; i++) lds<V>(w + i * V, segment + (i * 32 + lane) * 4 * V);
   }
 };
 
@@ -113,14 +113,15 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32, int lane) {
     constexpr int STEP = DIM == 8 ? 2 : 1;
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       S stream;
-      stream.load(stage + blk * S::BYTES, lane);
+      stream.load(stage + segment * S::BYTES, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
-          s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
+          s[2 * segment + h][n][0] = s[2 * segment + h][n][1] = s[2 * segment + h][n][2] = s[2 * segment + h][n][3] =
+              0.f;
 #pragma unroll
       for (int c = 0; c < D / 16; c += STEP)
 #pragma unroll
@@ -131,7 +132,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookKeys {
           for (int i = 0; i < STEP; i++)
 #pragma unroll
             for (int n = 0; n < NT; n++)
-              mma<false>(s[2 * blk + h][n], a + 4 * i, q[n][2 * (c + i)], q[n][2 * (c + i) + 1]);
+              mma<false>(s[2 * segment + h][n], a + 4 * i, q[n][2 * (c + i)], q[n][2 * (c + i) + 1]);
         }
     }
   }
@@ -169,9 +170,9 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32, int,
                                       int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       S stream;
-      stream.load(stage + blk * S::BYTES, lane);
+      stream.load(stage + segment * S::BYTES, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         u32 p[NT][2];
@@ -180,7 +181,7 @@ template <int DIM, int BITS, int REPLICAS, int D> struct CodebookValues {
           float w[4] = {};
 #pragma unroll
           for (int i = 0; i < 4; i += EVERY) {
-            w[i] = ex2(x[2 * blk + h][n][i]);
+            w[i] = ex2(x[2 * segment + h][n][i]);
             l[n][i & 1] += w[i];
           }
           p[n][0] = transposed(pack_half(w[0], w[1]));

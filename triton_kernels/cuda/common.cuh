@@ -130,9 +130,9 @@ __device__ __forceinline__ void copy_codes(bool real, u32 target, const u8* code
     copy_linear<KV_TILE / 32 * (HIGH + LOW)>(real, target, codes + (token / 32 * SLICES + own_slice()) * (HIGH + LOW),
                                              lane);
   else {
-    const u8* block = codes + token / 32 * SLICES * (HIGH + LOW);
-    copy_linear<HIGH>(real, target, block + own_slice() * HIGH, lane);
-    copy_linear<LOW>(real, target + HIGH, block + SLICES * HIGH + own_slice() * LOW, lane);
+    const u8* segment = codes + token / 32 * SLICES * (HIGH + LOW);
+    copy_linear<HIGH>(real, target, segment + own_slice() * HIGH, lane);
+    copy_linear<LOW>(real, target + HIGH, segment + SLICES * HIGH + own_slice() * LOW, lane);
   }
 }
 #endif

@@ -140,7 +140,7 @@ class DecodeKernel:
                 f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // (q_heads // heads)} "
                 f"(prefill_chunk_size=...), because {why_no_launcher()}"
             )
-        # no more warp groups than can have work: pages of 128 tokens, window blocks of 32 tokens, and a rest of each, for
+        # no more warp groups than can have work: pages of 128 tokens, window segments of 32 tokens, and a rest of each, for
         # rows of the largest length. Only the GPU knows the lengths of rows
         pages, programs = state.page_address.shape[1], batch * heads
         max_warp_groups = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)

@@ -4,18 +4,18 @@
 
 template <int D> struct DenseKeys {
   static constexpr bool NORMALISED = false;
-  static constexpr int GROUPS = 1, LIFT = 0, STAGE_BYTES = KV_TILE / 32 * Dense<D>::BLOCK,
+  static constexpr int GROUPS = 1, LIFT = 0, STAGE_BYTES = KV_TILE / 32 * Dense<D>::SEGMENT_BYTES,
                        SECOND_STAGE_BYTES = STAGE_BYTES, PART_BYTES = PAGE * SLICES * D * 2;
   float c;
 
   __device__ __forceinline__ void begin(u32, const float*, const float*, float scale, int) { c = scale; }
   __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, bool, int limit, int lane) const {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++)
+    for (int segment = 0; segment < KV_TILE / 32; segment++)
       Dense<D>::copy(
-          stage + blk * Dense<D>::BLOCK,
+          stage + segment * Dense<D>::SEGMENT_BYTES,
           [&](int j, bool& keep) {
-            const int i = blk * 32 + lane / 4 * 4 + j;
+            const int i = segment * 32 + lane / 4 * 4 + j;
             keep = i < limit;
             return part + ((i64)(token + i) * SLICES + own_slice()) * D * 2;
           },
@@ -24,15 +24,15 @@ template <int D> struct DenseKeys {
   __device__ __forceinline__ void refresh(u32, u32, int, bool, int) {}
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32 rows, int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++)
-      Dense<D>::scores(s + 2 * blk, stage + blk * Dense<D>::BLOCK, rows, lane);
+    for (int segment = 0; segment < KV_TILE / 32; segment++)
+      Dense<D>::scores(s + 2 * segment, stage + segment * Dense<D>::SEGMENT_BYTES, rows, lane);
   }
   __device__ __forceinline__ float factor(int, int, int) const { return c; }
   __device__ __forceinline__ float offset(int, int, int) const { return 0.f; }
 };
 
 template <int D> struct DenseValues {
-  static constexpr int STAGE_BYTES = KV_TILE / 32 * Dense<D>::BLOCK, SCRATCH_BYTES = 0,
+  static constexpr int STAGE_BYTES = KV_TILE / 32 * Dense<D>::SEGMENT_BYTES, SCRATCH_BYTES = 0,
                        PART_BYTES = PAGE * SLICES * D * 2;
   static constexpr float SUM_UNIT = 1.f;
 
@@ -45,7 +45,8 @@ template <int D> struct DenseValues {
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32, int,
                                       int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) Dense<D>::add(o, l, x + 2 * blk, stage + blk * Dense<D>::BLOCK, lane);
+    for (int segment = 0; segment < KV_TILE / 32; segment++)
+      Dense<D>::add(o, l, x + 2 * segment, stage + segment * Dense<D>::SEGMENT_BYTES, lane);
   }
   __device__ __forceinline__ void decay(int, int, float) {}
   __device__ __forceinline__ void finish(float (*)[NT][4]) {}

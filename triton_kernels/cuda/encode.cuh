@@ -13,9 +13,9 @@ struct Meta {
 };
 
 // Tokens of one row (sequence x KV head) by index, not counting sink tokens. Tokens before `first` are in the tail ring. Token `first` is token
-// number `skipped` of the chunk, without padding.
+// number `skipped` of the new tokens, without padding.
 struct Source {
-  const u16 *tail, *chunk;
+  const u16 *tail, *new_tokens;
   const int* order;
   i64 stride;
   int size, dim, first, skipped;
@@ -24,7 +24,7 @@ struct Source {
     if (i < first) return tail + (i64)(i % size) * dim;
     int number = i - first + skipped;
     if (order) number = order[number];
-    return chunk + number * stride;
+    return new_tokens + number * stride;
   }
 };
 

@@ -47,14 +47,15 @@ template <int BITS, bool CHANNEL, int GROUP, int D, int SCALE_AT, int ZERO_AT, b
     u32* words = reinterpret_cast<u32*>(part);
     for (int i = low / 32 * 32 * WORDS + warp_group.thread; i < (high + 31) / 32 * 32 * WORDS;
          i += WARP_GROUP_THREADS) {
-      const int block = i / (32 * WORDS), word = i / (32 * V) % (WORDS / V) * V + i % V, owner = i / V % 32,
+      const int segment = i / (32 * WORDS), word = i / (32 * V) % (WORDS / V) * V + i % V, owner = i / V % 32,
                 g = owner >> 2, t = owner & 3;
       u32 taken = 0, value = 0;
       // Adds a field of 16 channels c: element e, register 2 upper + odd, operand h; its width, its bit position, and bits of the code below it.
       auto put = [&](int c, int e, int odd, int upper, int h, int width, int at, int below) {
         const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g,
                   channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
-        const int token = block * 32 + 4 * token_x + 2 * h + token_j, channel = channel_of<D>(c, channel_j, channel_x);
+        const int token = segment * 32 + 4 * token_x + 2 * h + token_j,
+                  channel = channel_of<D>(c, channel_j, channel_x);
         if (token < low || token >= high) return;
         const Meta m = meta[CHANNEL ? token / GROUP * D + channel : token * GROUPS + channel / GROUP];
         const u32 mask = (1u << width) - 1, code = quantized(to_float(source.token(base + token)[channel]), m, LEVELS);

@@ -69,14 +69,14 @@ struct BoostedEncoder {
   static __device__ __forceinline__ void pack(u32* words, const WarpGroup& warp_group, F code) {
     using C = Codes<2, WIDTH ? WIDTH : 16>;
     for (int i = warp_group.thread; i < PAGE * WIDTH / 16; i += WARP_GROUP_THREADS) {
-      const int block = i / (32 * C::WORDS), c = i / (32 * C::V) % (C::WORDS / C::V) * C::V + i % C::V,
+      const int segment = i / (32 * C::WORDS), c = i / (32 * C::V) % (C::WORDS / C::V) * C::V + i % C::V,
                 owner = i / C::V % 32, g = owner >> 2, t = owner & 3;
       u32 word = 0;
 #pragma unroll
       for (int f = 0; f < 16;
            f++)  // field f: element f >> 3 of register 2 (f & 1) + (f >> 2 & 1) of operand f >> 1 & 1
         word |=
-            code(block * 32 + 4 * g + 2 * (f >> 1 & 1) + (f >> 2 & 1), channel_of<WIDTH>(c, f & 1, 2 * t + (f >> 3)))
+            code(segment * 32 + 4 * g + 2 * (f >> 1 & 1) + (f >> 2 & 1), channel_of<WIDTH>(c, f & 1, 2 * t + (f >> 3)))
             << 2 * f;
       words[i] = word;
     }

@@ -128,7 +128,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   };
 
-  // Computes the codes of sub-vectors from `first` on, of a block whose token 0 has index `base`. Called by a warp.
+  // Computes the codes of sub-vectors from `first` on, of a segment whose token 0 has index `base`. Called by a warp.
   static __device__ void search(u16* codes, const Source& source, int base, int first, int lane) {
     const int g = lane >> 2, t = lane & 3;
     u32 b[N];
@@ -186,7 +186,7 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
     }
   }
 
-  // The position of a lane's index `n` among a block's indices, which are counted token by token.
+  // The position of a lane's index `n` among a segment's indices, which are counted token by token.
   static __device__ __forceinline__ int index_position(int lane, int n) {
     const int g = lane >> 2, t = lane & 3;
     if (TRANSPOSED) return (8 * t + 4 * (n & 1) + n / 4 % 2 * 2 + n / 2 % 2) * COUNT + n / 8 * 8 + g;
@@ -197,11 +197,11 @@ template <int DIM, int BITS, int D, bool TRANSPOSED> struct CodebookEncoder {
   static __device__ void encode(u8* part, const Source& source, int low, int high, int base,
                                 const WarpGroup& warp_group, void* space) {
     u16* codes = static_cast<Space*>(space)->codes;
-    for (int block = low / 32; 32 * block < high; block++) {
+    for (int segment = low / 32; 32 * segment < high; segment++) {
       for (int first = (warp_group.thread >> 5) * VECTORS; first < 32 * COUNT; first += WARPS * VECTORS)
-        search(codes, source, base + 32 * block, first, warp_group.thread & 31);
+        search(codes, source, base + 32 * segment, first, warp_group.thread & 31);
       warp_group.sync();
-      u32* words = reinterpret_cast<u32*>(part) + block * 32 * WORDS;
+      u32* words = reinterpret_cast<u32*>(part) + segment * 32 * WORDS;
       for (int i = warp_group.thread; i < 32 * WORDS; i += WARP_GROUP_THREADS) {
         const int lane = i / V % 32,
                   first = (i / (32 * V) * V + i % V) * 32;  // first bit of the word in the lane's stream

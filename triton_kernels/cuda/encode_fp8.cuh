@@ -32,7 +32,7 @@ template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
     u32* words = reinterpret_cast<u32*>(part);
     for (int i = low / 32 * 32 * WORDS + warp_group.thread; i < (high + 31) / 32 * 32 * WORDS;
          i += WARP_GROUP_THREADS) {
-      const int block = i / (32 * WORDS), c = i / 128 % (D / 16), inner = i % 4, owner = i / 4 % 32, g = owner >> 2,
+      const int segment = i / (32 * WORDS), c = i / 128 % (D / 16), inner = i % 4, owner = i / 4 % 32, g = owner >> 2,
                 t = owner & 3;
       const int h = inner >> 1, upper = inner & 1;
       u32 taken = 0, value = 0;
@@ -41,7 +41,7 @@ template <int D, int SCALE_AT, bool TRANSPOSED> struct Fp8Encoder {
         const int e = f & 1, odd = f >> 1;
         const int token_j = TRANSPOSED ? upper : odd, token_x = TRANSPOSED ? 2 * t + e : g,
                   channel_j = TRANSPOSED ? odd : upper, channel_x = TRANSPOSED ? g : 2 * t + e;
-        const int token = block * 32 + 4 * token_x + 2 * h + token_j;
+        const int token = segment * 32 + 4 * token_x + 2 * h + token_j;
         if (token < low || token >= high) continue;
         taken |= 0xffu << (8 * f);
         value |= to_e4m3(__fdiv_rn(number(token, channel_of<D>(c, channel_j, channel_x)), scale[token])) << (8 * f);

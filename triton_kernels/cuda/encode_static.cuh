@@ -18,7 +18,7 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
   struct Space {
     const u16* tokens[PAGE];
     float center[D], step[D], off[D], sum[CHANNEL_THREADS][D];  // off: the page's mean of a channel
-    u8 codes[32 * D], k[32];                                    // of a block of tokens
+    u8 codes[32 * D], k[32];                                    // of a segment of tokens
   };
 
   // 2^((k - 8) / 4), rounded once.
@@ -70,7 +70,7 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
     warp_group.sync();
   }
 
-  // Computes scale and codes of the page's token `token`, which has index n in its block. Called by a warp.
+  // Computes scale and codes of the page's token `token`, which has index n in its segment. Called by a warp.
   static __device__ void quantize(Space& own, int token, int n, int lane) {
     float x[EACH], square[EACH];
 #pragma unroll
@@ -97,7 +97,7 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
     }
   }
 
-  // Writes a block's words of keys, octet by octet.
+  // Writes a segment's words of keys, octet by octet.
   static __device__ void pack_keys(u32* words, const Space& own, const WarpGroup& warp_group) {
     using X = Columns<D, W...>;
     for (int i = warp_group.thread; i < 32 * X::WORDS; i += WARP_GROUP_THREADS) {
@@ -117,7 +117,7 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
     }
   }
 
-  // Writes a block's words of values: the plane of 4 or 2 bits as in `AffineEncoder`, then the plane of the lowest bit.
+  // Writes a segment's words of values: the plane of 4 or 2 bits as in `AffineEncoder`, then the plane of the lowest bit.
   template <class X> static __device__ void pack_values(u32* words, const Space& own, const WarpGroup& warp_group) {
     constexpr int BITS = X::HIGH, PER_TILE = BITS / 2, LOW_AT = D / 16 * PER_TILE,
                   WORDS = LOW_AT + (X::LOW ? D / 32 : 0);
@@ -158,16 +158,17 @@ template <bool VALUES, int D, int AT, class T, class... W> struct StaticEncoder 
     }
     warp_group.sync();
     means(part, own, warp_group);
-    for (int block = 0; block < PAGE / 32; block++) {
-      for (int n = warp_group.thread >> 5; n < 32; n += WARPS) quantize(own, block * 32 + n, n, warp_group.thread & 31);
+    for (int segment = 0; segment < PAGE / 32; segment++) {
+      for (int n = warp_group.thread >> 5; n < 32; n += WARPS)
+        quantize(own, segment * 32 + n, n, warp_group.thread & 31);
       warp_group.sync();
       if constexpr (VALUES) {
         using X = typename First<W...>::Type;
-        pack_values<X>(reinterpret_cast<u32*>(part) + block * D * X::BITS, own, warp_group);
-      } else pack_keys(reinterpret_cast<u32*>(part) + block * 32 * Columns<D, W...>::WORDS, own, warp_group);
+        pack_values<X>(reinterpret_cast<u32*>(part) + segment * D * X::BITS, own, warp_group);
+      } else pack_keys(reinterpret_cast<u32*>(part) + segment * 32 * Columns<D, W...>::WORDS, own, warp_group);
       if constexpr (VALUES)
         for (int i = warp_group.thread; i < 16; i += WARP_GROUP_THREADS)
-          part[AT + 16 * block + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
+          part[AT + 16 * segment + i] = own.k[2 * i] | own.k[2 * i + 1] << 4;
       warp_group.sync();
     }
   }

@@ -31,8 +31,8 @@ template <int D, int SCALE_AT, class T, class W> struct TrellisEncoder {
       int token, channel;
     };
     __device__ __forceinline__ Position position(int t) const {
-      const int f = field + t % FIELDS, word = t / FIELDS % WORDS, block = t / FIELDS / WORDS;
-      return {first + 32 * block + 4 * (2 * (lane & 3) + (f >> 3)) + 2 * (f >> 1 & 1) + (f & 1),
+      const int f = field + t % FIELDS, word = t / FIELDS % WORDS, segment = t / FIELDS / WORDS;
+      return {first + 32 * segment + 4 * (2 * (lane & 3) + (f >> 3)) + 2 * (f >> 1 & 1) + (f & 1),
               channel_of<D>(word, f >> 2 & 1, lane >> 2)};
     }
     __device__ __forceinline__ u16 load(int t) const {

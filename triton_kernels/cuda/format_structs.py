@@ -53,16 +53,16 @@ def _affine(fmt: Affine, head_dim: int, page_size: int, at: Mapping[str, int], t
     channel = fmt.axis == "channel"
     group = fmt.group_size or (page_size if channel else head_dim)
     own = head_dim // slices(head_dim)
-    form, places = f"{fmt.bits}, {_lower(channel)}, {group}", f"{at['scale']}, {at['zero']}"
+    form, offsets = f"{fmt.bits}, {_lower(channel)}, {group}", f"{at['scale']}, {at['zero']}"
 
     def meta(kv_tile: int) -> int:
         return 4 * own * max(kv_tile // group, 1) if channel else 4 * kv_tile * (head_dim // group)
 
     return Needs(
         "affine_values.cuh" if transposed else "affine_keys.cuh",
-        f"Affine{'Values' if transposed else 'Keys'}<{form}, {own}, {places}>",
+        f"Affine{'Values' if transposed else 'Keys'}<{form}, {own}, {offsets}>",
         "encode_affine.cuh",
-        f"AffineEncoder<{form}, {head_dim}, {places}, {_lower(transposed)}>",
+        f"AffineEncoder<{form}, {head_dim}, {offsets}, {_lower(transposed)}>",
         4 * own * fmt.bits,  # of 32 tokens
         meta,
         bits=fmt.bits,
@@ -129,12 +129,12 @@ def _fp8(fmt: Fp8, head_dim: int, page_size: int, at: Mapping[str, int], transpo
 
 
 def _fp8_centered(fmt: Fp8Centered, head_dim: int, page_size: int, at: Mapping[str, int], transposed: bool) -> Needs:
-    own, places = head_dim // slices(head_dim), f"{at['scale']}, {at['center']}"
+    own, offsets = head_dim // slices(head_dim), f"{at['scale']}, {at['center']}"
     return Needs(
         "fp8_centered.cuh",
-        f"Fp8CenteredKeys<{own}, {places}>",
+        f"Fp8CenteredKeys<{own}, {offsets}>",
         "encode_fp8_centered.cuh",
-        f"Fp8CenteredEncoder<{head_dim}, {places}>",
+        f"Fp8CenteredEncoder<{head_dim}, {offsets}>",
         32 * own,
         lambda kv_tile: 2 * own + 4 * kv_tile,
         bits=8,

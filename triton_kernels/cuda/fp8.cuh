@@ -16,18 +16,18 @@ template <int D, int SCALE_AT> struct Fp8 {
     C::copy(in_work_tile(limit), stage, part, token, lane);
     copy_linear<KV_TILE * 4>(in_work_tile(limit), stage + CODES, part + SCALE_AT + token * 4, lane);
   }
-  // Two operands (16 tokens each) over 16 channels of a block.
-  static __device__ __forceinline__ void load(u32 (*a)[4], u32 stage, int blk, int c, int lane) {
+  // Two operands (16 tokens each) over 16 channels of a segment.
+  static __device__ __forceinline__ void load(u32 (*a)[4], u32 stage, int segment, int c, int lane) {
     u32 w[4];
-    lds<4>(w, stage + blk * C::BYTES + (c * 32 + lane) * 16);
+    lds<4>(w, stage + segment * C::BYTES + (c * 32 + lane) * 16);
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
       for (int i = 0; i < 4; i++) a[h][i] = e4m3_pair(w[2 * h + (i >> 1)], i & 1);
   }
-  // Scales of the lane's four tokens of a block, times CODE.
-  static __device__ __forceinline__ void scales(float* x, u32 stage, int blk, int lane) {
-    lds<4>(reinterpret_cast<u32*>(x), stage + CODES + (blk * 32 + lane / 4 * 4) * 4);
+  // Scales of the lane's four tokens of a segment, times CODE.
+  static __device__ __forceinline__ void scales(float* x, u32 stage, int segment, int lane) {
+    lds<4>(reinterpret_cast<u32*>(x), stage + CODES + (segment * 32 + lane / 4 * 4) * 4);
 #pragma unroll
     for (int j = 0; j < 4; j++) x[j] *= CODE;
   }
@@ -62,24 +62,24 @@ template <int D, int SCALE_AT> struct Fp8Keys {
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32, int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       float partial[2][NT][4] = {}, scale[4];
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         u32 a[2][4];
-        F::load(a, stage, blk, k, lane);
+        F::load(a, stage, segment, k, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int h = 0; h < 2; h++) mma<false>(partial[h][n], a[h], q[n][2 * k], q[n][2 * k + 1]);
       }
-      F::scales(scale, stage, blk, lane);
+      F::scales(scale, stage, segment, lane);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int i = 0; i < 4; i += EVERY) s[2 * blk + h][n][i] = partial[h][n][i] * scale[2 * h + (i >> 1)];
+          for (int i = 0; i < 4; i += EVERY) s[2 * segment + h][n][i] = partial[h][n][i] * scale[2 * h + (i >> 1)];
     }
   }
   __device__ __forceinline__ float factor(int n, int, int e) const { return c[n][e]; }
@@ -98,11 +98,11 @@ template <int D, int SCALE_AT> struct Fp8Values {
     F::copy(stage, part, token, limit, lane);
   }
 
-  static __device__ __forceinline__ void scales(float* x, u32 stage, int blk, int limit, int lane) {
-    F::scales(x, stage, blk, lane);
+  static __device__ __forceinline__ void scales(float* x, u32 stage, int segment, int limit, int lane) {
+    F::scales(x, stage, segment, lane);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      if (PARTIAL && blk * 32 + lane / 4 * 4 + j >= limit) x[j] = 1.f;
+      if (PARTIAL && segment * 32 + lane / 4 * 4 + j >= limit) x[j] = 1.f;
   }
 
   // Zeros the codes after the last token: they may be NaN, and a weight of 0 times NaN is NaN. A lane reads only its own words.
@@ -123,10 +123,10 @@ template <int D, int SCALE_AT> struct Fp8Values {
   __device__ __forceinline__ void weigh(u32 stage, u32, int limit, int lane) {
     if (PARTIAL && limit < KV_TILE) clear(stage, limit, lane);
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
-      scales(shift[blk], stage, blk, limit, lane);
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
+      scales(shift[segment], stage, segment, limit, lane);
 #pragma unroll
-      for (int j = 0; j < 4; j++) shift[blk][j] = lg2(shift[blk][j]);
+      for (int j = 0; j < 4; j++) shift[segment][j] = lg2(shift[segment][j]);
     }
   }
   __device__ __forceinline__ float exponent(int tile, int i) const {
@@ -137,9 +137,9 @@ template <int D, int SCALE_AT> struct Fp8Values {
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*l)[2], float (*x)[NT][4], u32 stage, u32, int limit,
                                       int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       float scale[4];
-      scales(scale, stage, blk, limit, lane);
+      scales(scale, stage, segment, limit, lane);
       u32 p[2][NT][2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -149,7 +149,7 @@ template <int D, int SCALE_AT> struct Fp8Values {
           float w[4] = {};
 #pragma unroll
           for (int i = 0; i < 4; i += EVERY) {
-            w[i] = ex2(x[2 * blk + h][n][i]);
+            w[i] = ex2(x[2 * segment + h][n][i]);
             l[n][i & 1] += w[i] * inverse[i >> 1];
           }
           p[h][n][0] = transposed(pack_half(w[0], w[1]));
@@ -159,7 +159,7 @@ template <int D, int SCALE_AT> struct Fp8Values {
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         u32 a[2][4];
-        F::load(a, stage, blk, k, lane);
+        F::load(a, stage, segment, k, lane);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll

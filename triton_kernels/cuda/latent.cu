@@ -17,7 +17,7 @@
 constexpr int KV_TILE = 64;
 constexpr int CODE_BYTES = KV_TILE * RANK, ROPE_BYTES = KV_TILE * ROPE * 2,
               STAGE_BYTES = CODE_BYTES + ROPE_BYTES + KV_TILE * 4;
-constexpr int Q_BYTES = (CHUNKS + ROPE / 16) * 512;
+constexpr int Q_BYTES = (CONTENT_VECTORS + ROPE / 16) * 512;
 constexpr int WEIGHTS_AT = Q_BYTES, MAXIMA_AT = WEIGHTS_AT + KV_TILE * 32, SCALES_AT = MAXIMA_AT + 16 * WARPS * 4,
               STAGES_AT = SCALES_AT + 64;
 constexpr int TILES = RANK / 16 / WARPS;  // tiles of 16 value channels per warp
@@ -81,7 +81,8 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
     for (int k = 0; k < ROPE_WORDS; k++) {
       const int x = 64 * k + 2 * lane;
       if (x < ROPE)
-        *reinterpret_cast<u32*>(target + (CHUNKS + x / 16) * 512 + x % 8 / 2 * 16 + x % 16 / 8 * 4) = rope[j][k];
+        *reinterpret_cast<u32*>(target + (CONTENT_VECTORS + x / 16) * 512 + x % 8 / 2 * 16 + x % 16 / 8 * 4) =
+            rope[j][k];
     }
   }
 }
@@ -93,14 +94,16 @@ __device__ __forceinline__ i64 load_page_address(const LatentArgs& a, int b, int
 
 // Starts to copy a KV tile, in the page's order, in which 16 bytes of eight tokens are in different banks.
 __device__ __forceinline__ void copy_kv_tile(const u8* page, int kv_tile, u32 stage, int thread) {
-  static_assert(KV_TILE * CHUNKS % THREADS == 0 && KV_TILE * ROPE_CHUNKS % THREADS == 0, "every thread copies as much");
+  static_assert(KV_TILE * CONTENT_VECTORS % THREADS == 0 && KV_TILE * ROPE_VECTORS % THREADS == 0,
+                "every thread copies as much");
   const int token = kv_tile * KV_TILE % PAGE_TOKENS;
   const u8 *codes = page + (i64)token * RANK + thread * 16, *rope = page + ROPE_AT + token * ROPE * 2 + thread * 16;
   const u32 target = stage + thread * 16;
 #pragma unroll
-  for (int i = 0; i < KV_TILE * CHUNKS / THREADS; i++) cp16(target + i * THREADS * 16, codes + i * THREADS * 16);
+  for (int i = 0; i < KV_TILE * CONTENT_VECTORS / THREADS; i++)
+    cp16(target + i * THREADS * 16, codes + i * THREADS * 16);
 #pragma unroll
-  for (int i = 0; i < KV_TILE * ROPE_CHUNKS / THREADS; i++)
+  for (int i = 0; i < KV_TILE * ROPE_VECTORS / THREADS; i++)
     cp16(target + CODE_BYTES + i * THREADS * 16, rope + i * THREADS * 16);
   if (thread < KV_TILE / 4) cp16(target + CODE_BYTES + ROPE_BYTES, page + SCALE_AT + token * 4 + thread * 16);
 }
@@ -113,7 +116,7 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
 #pragma unroll 4
   for (int p = 0; p < RANK / 32; p++) {
     u32 x[4], q[4], k[4];
-    ldmatrix4(x, stage + brick(CHUNKS, token, 2 * p + side));
+    ldmatrix4(x, stage + core_matrix(CONTENT_VECTORS, token, 2 * p + side));
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       lds<4>(q, queries + (2 * p + half) * 512 + lane * 16);
@@ -132,8 +135,8 @@ __device__ __forceinline__ void score(float (*content)[4], float (*rope)[4], u32
 #pragma unroll
   for (int p = 0; p < ROPE / 16; p++) {
     u32 k[4], q[4];
-    ldmatrix4(k, stage + CODE_BYTES + brick(ROPE_CHUNKS, token, 2 * p + side));
-    lds<4>(q, queries + (CHUNKS + p) * 512 + lane * 16);
+    ldmatrix4(k, stage + CODE_BYTES + core_matrix(ROPE_VECTORS, token, 2 * p + side));
+    lds<4>(q, queries + (CONTENT_VECTORS + p) * 512 + lane * 16);
     mma<BF16>(rope[0], k, q[0], q[1]);
     mma<BF16>(rope[1], k, q[2], q[3]);
   }
@@ -269,12 +272,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) latent_attend(const __g
       };
 #pragma unroll
       for (int k = 0; k + 1 < TILES; k += 2) {
-        ldmatrix4_trans(x, stage + brick(CHUNKS, token, warp * TILES + k + (lane >> 4)));
+        ldmatrix4_trans(x, stage + core_matrix(CONTENT_VECTORS, token, warp * TILES + k + (lane >> 4)));
         weigh(k, 0);
         weigh(k + 1, 1);
       }
       if (TILES % 2) {
-        ldmatrix4_trans(x, stage + brick(CHUNKS, token, warp * TILES + TILES - 1));
+        ldmatrix4_trans(x, stage + core_matrix(CONTENT_VECTORS, token, warp * TILES + TILES - 1));
         weigh(TILES - 1, 0);
       }
     }

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...formats import Dense, Fp8, bricks
+from ...formats import Dense, Fp8, core_matrices
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
 from ...storage.paged_store import LayerStore
@@ -133,10 +133,10 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
     Raises:
         ValueError: the pages have a layout that the kernels do not read.
     """
-    if spec.formats != spec.with_layouts(bricks.LAYOUT, bricks.LAYOUT).formats:
+    if spec.formats != spec.with_layouts(core_matrices.LAYOUT, core_matrices.LAYOUT).formats:
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
         raise ValueError(
-            f"backend='cuda' stores latents in layout {bricks.LAYOUT!r}, not as {names}: see backends.storage_spec"
+            f"backend='cuda' stores latents in layout {core_matrices.LAYOUT!r}, not as {names}: see backends.storage_spec"
         )
     content = {field.name: field.offset for field in spec.key_format.fields(rank, spec.page_size, dtype)}
     parts = spec.part_bytes(rank, rope, dtype)
@@ -227,8 +227,8 @@ def _wide_plan(
 
 @functools.cache
 def _module(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, device: torch.device) -> tuple[Module, int]:
-    """The module with the kernels that store, merge, and attend with few query rows; the shared memory of the latter, in
-    bytes."""
+    """The module with the kernels that store, merge, and attend with few query rows; the shared memory of its attend
+    kernel, in bytes."""
     if _exact(spec):
         ctas, stages = _dense_shape(rank, rope, device)
         shape_macros = ("CTAS", str(ctas)), ("STAGES", str(stages))

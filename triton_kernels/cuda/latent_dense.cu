@@ -29,20 +29,20 @@ __device__ __forceinline__ i64 load_page_address(const LatentArgs& a, int b, int
   return load_now(a.address + (i64)b * a.pages + kv_tile * KV_TILE / PAGE_TOKENS);
 }
 
-// Starts to copy `BYTES` of a KV tile's stream, in the page's order; a token has CHUNKS_OF chunks of 16 bytes.
-template <int BYTES, int CHUNKS_OF>
+// Starts to copy `BYTES` of a KV tile's stream, in the page's order; a token has VECTORS_OF vectors of 16 bytes.
+template <int BYTES, int VECTORS_OF>
 __device__ __forceinline__ void copy_stream(const u8* source, u32 target, int left, int thread) {
 #pragma unroll
   for (int i = 0; i < (BYTES / 16 + THREADS - 1) / THREADS; i++) {
-    const int at = i * THREADS + thread, token = at / 8 / CHUNKS_OF * 8 + at % 8;
+    const int at = i * THREADS + thread, token = at / 8 / VECTORS_OF * 8 + at % 8;
     if (BYTES / 16 % THREADS == 0 || at < BYTES / 16) cp16(target + at * 16, source + at * 16, token < left);
   }
 }
 // left: number of tokens from the KV tile's first token on. Later bytes become zeros, because a weight of 0 times NaN is NaN.
 __device__ __forceinline__ void copy_kv_tile(const u8* page, int kv_tile, u32 stage, int left, int thread) {
   const int token = kv_tile * KV_TILE % PAGE_TOKENS;
-  copy_stream<CONTENT_BYTES, CHUNKS>(page + (i64)token * RANK * 2, stage, left, thread);
-  copy_stream<ROPE_BYTES, ROPE_CHUNKS>(page + ROPE_AT + token * ROPE * 2, stage + CONTENT_BYTES, left, thread);
+  copy_stream<CONTENT_BYTES, CONTENT_VECTORS>(page + (i64)token * RANK * 2, stage, left, thread);
+  copy_stream<ROPE_BYTES, ROPE_VECTORS>(page + ROPE_AT + token * ROPE * 2, stage + CONTENT_BYTES, left, thread);
 }
 
 // Grid (split, sequence, tile of 16 query rows).
@@ -110,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) latent_dense_attend(
 #pragma unroll
       for (int p = 0; p < STEPS; p++) {
         u32 k[4];
-        ldmatrix4(k, p < RANK / 16 ? stage + brick(CHUNKS, token, 2 * p + half)
-                                   : stage + CONTENT_BYTES + brick(ROPE_CHUNKS, token, 2 * p - RANK / 8 + half));
+        ldmatrix4(k, p < RANK / 16 ? stage + core_matrix(CONTENT_VECTORS, token, 2 * p + half)
+                                   : stage + CONTENT_BYTES + core_matrix(ROPE_VECTORS, token, 2 * p - RANK / 8 + half));
         mma<BF16>(chains[p & 3], k, q[p][0], q[p][1]);
       }
     }
@@ -170,10 +170,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) latent_dense_attend(
     for (int w = 0; w < 2; w++) {
       u32 x[4], v[4];
       lds<4>(x, weights + w * 512 + lane * 16);
-      const int token = 16 * w + (lane >> 4) * 8 + (lane & 7), chunk = 2 * warp * TILES + (lane >> 3 & 1);
+      const int token = 16 * w + (lane >> 4) * 8 + (lane & 7), vector = 2 * warp * TILES + (lane >> 3 & 1);
 #pragma unroll
       for (int k = 0; k < TILES; k++) {
-        ldmatrix4_trans(v, stage + brick(CHUNKS, token, chunk + 2 * k));
+        ldmatrix4_trans(v, stage + core_matrix(CONTENT_VECTORS, token, vector + 2 * k));
         mma<BF16>(o[k][0], v, x[0], x[1]);
         mma<BF16>(o[k][1], v, x[2], x[3]);
       }

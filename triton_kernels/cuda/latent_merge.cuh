@@ -22,7 +22,7 @@ template <bool MAXIMUM> __device__ __forceinline__ float reduce(float x, float* 
   return x;
 }
 
-// Stores token `from` of the chunk at `position` of sequence b.
+// Stores new token `from` at `position` of sequence b.
 __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from, int position, float* space,
                                             int thread) {
   u8* page = a.pool + a.address[(i64)b * a.pages + position / PAGE_TOKENS];
@@ -30,7 +30,8 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
   const i64 at = b * a.c_b + from * a.c_s;
 #if DENSE_CONTENT
   for (int x = 8 * thread; x < RANK; x += 8 * THREADS)
-    *reinterpret_cast<float4*>(page + brick(CHUNKS, row, x / 8)) = *reinterpret_cast<const float4*>(a.c + 2 * (at + x));
+    *reinterpret_cast<float4*>(page + core_matrix(CONTENT_VECTORS, row, x / 8)) =
+        *reinterpret_cast<const float4*>(a.c + 2 * (at + x));
 #else
   float maximum = 0.f;
   for (int x = thread; x < RANK; x += THREADS) maximum = fmaxf(maximum, e4m3_size(number(a.c, at + x)));
@@ -39,20 +40,20 @@ __device__ __forceinline__ void store_token(const LatentArgs& a, int b, int from
     u32 word = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) word |= to_e4m3(__fdiv_rn(number(a.c, at + x + i), scale)) << 8 * i;
-    *reinterpret_cast<u32*>(page + brick(CHUNKS, row, x / 16) + x % 16) = word;
+    *reinterpret_cast<u32*>(page + core_matrix(CONTENT_VECTORS, row, x / 16) + x % 16) = word;
   }
   if (thread == 0) reinterpret_cast<float*>(page + SCALE_AT)[row] = scale;
 #endif
   const u16* rope = reinterpret_cast<const u16*>(a.r) + b * a.r_b + from * a.r_s;
   for (int x = thread; x < ROPE; x += THREADS)
-    *reinterpret_cast<u16*>(page + ROPE_AT + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[x];
+    *reinterpret_cast<u16*>(page + ROPE_AT + core_matrix(ROPE_VECTORS, row, x / 8) + x % 8 * 2) = rope[x];
 }
 
 __device__ __forceinline__ bool padding(const LatentArgs& a, int b, int token) {
   return a.mask && !a.mask[b * a.mask_b + token * a.mask_s];
 }
 
-// Stores the chunk of sequence b. Called by a CTA.
+// Stores the new tokens of sequence b. Called by a CTA.
 __device__ __forceinline__ void store_chunk(const LatentArgs& a, int b, float* space, int thread) {
   int position = a.length[b], lost = 0;
   for (int token = 0; token < a.tokens; token++) {
@@ -69,7 +70,7 @@ __device__ __forceinline__ void store_chunk(const LatentArgs& a, int b, float* s
 
 constexpr int SLICE = RANK % 128 == 0 ? 128 : 64, LANES = SLICE / 4, GROUPS = THREADS / LANES;
 
-// Grid (query row, sequence, slice of channels). With `stores` there is one more row, whose first slice stores the chunk.
+// Grid (query row, sequence, slice of channels). With `stores` there is one more row, whose first slice stores the new tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_constant__ LatentArgs a) {
   __shared__ float space[WARPS], weight[MAX_TOKENS], factor[MAX_SPLITS], partial_sums[GROUPS][SLICE];
   const int thread = threadIdx.x, row = blockIdx.x, b = blockIdx.y, rows = a.heads * a.tokens;
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
   const int token = row / a.heads, head = row % a.heads, tiles = (rows + 15) / 16;
   const i64 slot = ((i64)b * tiles + row / 16) * a.splits, q = b * a.q_b + head * a.q_h + token * a.q_s;
   float maximum = LOWEST;
-  for (int j = 0; j <= token; j++) {  // the chunk's own tokens
+  for (int j = 0; j <= token; j++) {  // the new tokens
     float s = 0.f;
     if (!padding(a, b, j)) {
       const i64 c = b * a.c_b + j * a.c_s, r = b * a.r_b + j * a.r_s;
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge(const __grid_
 
 #if RANK % 128 == 0
 // `latent_merge` for many query rows: a warp takes a whole row. Grid (four query rows, sequence). With `stores` there is one more CTA per
-// sequence, which stores the chunk.
+// sequence, which stores the new tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __grid_constant__ LatentArgs a) {
   constexpr int VECTORS = RANK / 128;  // a lane has VECTORS groups of four neighbouring channels, 128 apart
   __shared__ float space[WARPS];
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
   float o[VECTORS][4] = {}, query[VECTORS][4], m = LOWEST, l = 0.f;
 #pragma unroll
   for (int k = 0; k < VECTORS; k++) four(q + 128 * k + 4 * lane, query[k]);
-  for (int j = 0; j <= token; j++) {  // the chunk's own tokens
+  for (int j = 0; j <= token; j++) {  // the new tokens
     if (padding(a, b, j)) continue;
     const u16 *c = reinterpret_cast<const u16*>(a.c) + b * a.c_b + j * a.c_s,
               *r = reinterpret_cast<const u16*>(a.r) + b * a.r_b + j * a.r_s;
@@ -224,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) latent_merge_rows(const __
 }
 #endif
 
-// Grid (token of the chunk, sequence). A separate launch advances the counters: `latent_append_counters`.
+// Grid (new token, sequence). A separate launch advances the counters: `latent_append_counters`.
 extern "C" __global__ void __launch_bounds__(THREADS) latent_append(const __grid_constant__ LatentArgs a) {
   __shared__ float space[WARPS];
   const int i = blockIdx.x, b = blockIdx.y, position = a.length[b] + i;

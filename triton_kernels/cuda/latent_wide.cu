@@ -92,14 +92,14 @@ __device__ __forceinline__ void put_queries(const LatentArgs& a, int b, int tile
 #pragma unroll
     for (int k = 0; k < WORDS; k++) {
       const int x = 64 * k + 2 * lane;
-      *reinterpret_cast<u16*>(smem + brick(CHUNKS, row, x / 16) + x % 16) =
+      *reinterpret_cast<u16*>(smem + core_matrix(CONTENT_VECTORS, row, x / 16) + x % 16) =
           (u16)pack_e4m3(to_float(content[j][k] & 0xffff) * inverse, to_float(content[j][k] >> 16) * inverse);
     }
 #pragma unroll
     for (int k = 0; k < ROPE_WORDS; k++) {
       const int x = 64 * k + 2 * lane;
       if (x < ROPE)
-        *reinterpret_cast<u32*>(smem + COLUMNS * RANK + brick(ROPE_CHUNKS, row, x / 8) + x % 8 * 2) = rope[j][k];
+        *reinterpret_cast<u32*>(smem + COLUMNS * RANK + core_matrix(ROPE_VECTORS, row, x / 8) + x % 8 * 2) = rope[j][k];
     }
   }
 }
@@ -275,7 +275,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) latent_wide_attend(c
 #pragma unroll
       for (int k = 0; k < TILES; k++) {
         u32 x[4];
-        ldmatrix4_trans(x, stage + brick(CHUNKS, step % 2 * 32 + lane, (warp_group * TILES + k) * 4 + group_warp));
+        ldmatrix4_trans(
+            x, stage + core_matrix(CONTENT_VECTORS, step % 2 * 32 + lane, (warp_group * TILES + k) * 4 + group_warp));
         v[step & 1][k][0] = permuted2(x[0], x[1], 0x6240);
         v[step & 1][k][1] = permuted2(x[0], x[1], 0x7351);
         v[step & 1][k][2] = permuted2(x[2], x[3], 0x6240);

@@ -9,7 +9,7 @@
 #pragma once
 #include "warp.cuh"
 
-// One warp group takes a whole row of at most this many work tiles and window blocks per worker. (With 2 a step over 1024 tokens takes 2 %
+// One warp group takes a whole row of at most this many work tiles and window segments per worker. (With 2 a step over 1024 tokens takes 2 %
 // longer on an H200.)
 constexpr int SHORT = 1;
 
@@ -22,11 +22,11 @@ constexpr u32 ROW_COST = 12 * WORK_TILE_COST / WARP_GROUPS;
 struct alignas(16) Split {
   enum Kind { NONE, ONE_ROW, WHOLE_ROWS };  // no work; one split of one row; several whole rows, of which this is one
   Row row;
-  int blocks[2], work_tiles[2];  // of the window and of the pages
-  int warp_groups[2];            // first and last warp group that share the row
-  int kind, last;                // a `Kind`; whether this is the warp group's last split
+  int segments[2], work_tiles[2];  // of the window and of the pages
+  int warp_groups[2];              // first and last warp group that share the row
+  int kind, last;                  // a `Kind`; whether this is the warp group's last split
 
-  // The number of work tiles or window blocks, of `count`, in the row's first `x` units of work. All warp groups of a row compute the same
+  // The number of work tiles or window segments, of `count`, in the row's first `x` units of work. All warp groups of a row compute the same
   // bounds.
   static __device__ __forceinline__ int bound(u32 x, int count, u32 cost) {
     return x >= cost ? count : min((int)((float)x * __fdividef((float)count, (float)cost)), count);
@@ -97,23 +97,23 @@ __device__ __forceinline__ bool uniform_split(const Args& a, int row_block, int 
   out.kind = has_row ? Split::ONE_ROW : Split::NONE;
   if (a.assignment < 0) {
     out.kind = has_row ? Split::WHOLE_ROWS : Split::NONE;
-    out.blocks[0] = out.work_tiles[0] = 0;
-    out.blocks[1] = out.row.blocks;
+    out.segments[0] = out.work_tiles[0] = 0;
+    out.segments[1] = out.row.segments;
     out.work_tiles[1] = out.row.work_tiles;
     out.warp_groups[0] = out.warp_groups[1] = warp_group;
     out.last = r + 1 == min((warp_group + 1) * a.rows_per_warp_group(), a.batch * a.heads);
     return true;
   }
-  // one warp group if each worker has at most one work tile or window block: then nothing is merged through global memory. Otherwise as
+  // one warp group if each worker has at most one work tile or window segment: then nothing is merged through global memory. Otherwise as
   // many warp groups as have work for every worker
   const int c = warp_group - r * a.warp_groups_per_row(),
             fit = (int)__fdividef((float)cost, (float)(WORKERS * WORK_TILE_COST)) + 1;
-  const int count = out.row.work_tiles + out.row.blocks <= SHORT * WORKERS ? 1 : min(a.warp_groups_per_row(), fit);
+  const int count = out.row.work_tiles + out.row.segments <= SHORT * WORKERS ? 1 : min(a.warp_groups_per_row(), fit);
   if (c >= count) out.kind = Split::NONE;
   const u32 low = __fdividef((float)cost * c, (float)count),
             high = c + 1 == count ? cost : (u32)__fdividef((float)cost * (c + 1), (float)count);
-  out.blocks[0] = Split::bound(low, out.row.blocks, cost);
-  out.blocks[1] = Split::bound(high, out.row.blocks, cost);
+  out.segments[0] = Split::bound(low, out.row.segments, cost);
+  out.segments[1] = Split::bound(high, out.row.segments, cost);
   out.work_tiles[0] = Split::bound(low, out.row.work_tiles, cost);
   out.work_tiles[1] = Split::bound(high, out.row.work_tiles, cost);
   out.warp_groups[0] = r * a.warp_groups_per_row();
@@ -214,9 +214,9 @@ struct Plan : WorkRange {
     const Row row = lengths.row(a, row_block, b, h);
     const u32 cost = row.cost() + ROW_COST, low = at - start, high = min(stop - start, cost);
     // the same fraction of the row's work tiles as of its window, so that no warp group gets the whole window
-    const int bound = Split::bound(lane & 1 ? high : low, lane & 2 ? row.work_tiles : row.blocks, cost);
+    const int bound = Split::bound(lane & 1 ? high : low, lane & 2 ? row.work_tiles : row.segments, cost);
     __syncwarp();  // all lanes have read the split that is overwritten now
-    if (lane < 4) (lane & 2 ? out.work_tiles : out.blocks)[lane & 1] = bound;
+    if (lane < 4) (lane & 2 ? out.work_tiles : out.segments)[lane & 1] = bound;
     else if (lane < 6) out.warp_groups[lane & 1] = owner(lane & 1 ? start + cost - 1 : start);
     at = start += cost;
     if (++h == a.heads) {

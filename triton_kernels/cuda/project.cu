@@ -88,24 +88,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_const
   const int groups = a.q_heads / a.heads, rows_k = a.batch * a.tokens, rows_q = rows_k * groups;
   const int blocks_q = (rows_q + EACH - 1) / EACH * BANDS,
             blocks_k = (rows_k + EACH - 1) / EACH * BANDS;  // CTAs of a KV head
-  int block = blockIdx.x;
+  int cta = blockIdx.x;
   auto center_of = [&](int h) { return a.k_center ? a.k_center + h * a.matrix_h : nullptr; };
-  if (block < blocks_q * a.heads) {
-    const int h = block / blocks_q, at = block % blocks_q;
+  if (cta < blocks_q * a.heads) {
+    const int h = cta / blocks_q, at = cta % blocks_q;
     project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % BANDS, a.q_b, a.q_h, a.q_s, groups, h, a.heads,
                  at / BANDS * EACH, rows_q, a.tokens, nullptr, a.lacking, center_of(h));
     return;
   }
-  block -= blocks_q * a.heads;
-  if (block < blocks_k * a.heads) {
-    const int h = block / blocks_k, at = block % blocks_k;
+  cta -= blocks_q * a.heads;
+  if (cta < blocks_k * a.heads) {
+    const int h = cta / blocks_k, at = cta % blocks_k;
     project_rows(space, a.k, a.k_out, a.k_matrix + h * a.matrix_h, at % BANDS, a.k_b, a.k_h, a.k_s, 1, h, a.heads,
                  at / BANDS * EACH, rows_k, a.tokens, center_of(h), nullptr, nullptr);
     return;
   }
 #if ROTATED
-  block -= blocks_k * a.heads;
-  const int lane = threadIdx.x & 31, r = block * (THREADS / 32) + (threadIdx.x >> 5);
+  cta -= blocks_k * a.heads;
+  const int lane = threadIdx.x & 31, r = cta * (THREADS / 32) + (threadIdx.x >> 5);
   if (r >= rows_k * a.heads) return;
   const int token = r % a.tokens, h = r / a.tokens % a.heads, b = r / a.tokens / a.heads;
   transform_token<DIM_V>(a.v + 2 * (b * a.v_b + h * a.v_h + token * a.v_s), a.v_out + 2 * (i64)r * DIM_V, nullptr,

@@ -217,13 +217,14 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 
   __device__ __forceinline__ void scores(float (*s)[NT][4], u32 stage, u32, int lane) {
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
-          s[2 * blk + h][n][0] = s[2 * blk + h][n][1] = s[2 * blk + h][n][2] = s[2 * blk + h][n][3] = 0.f;
-      const u32 words = stage + blk * X::BYTES + lane * 4 * X::V;
+          s[2 * segment + h][n][0] = s[2 * segment + h][n][1] = s[2 * segment + h][n][2] = s[2 * segment + h][n][3] =
+              0.f;
+      const u32 words = stage + segment * X::BYTES + lane * 4 * X::V;
       u32 w[X::WORDS];
       each<0, X::TILES>([&](auto k) {
         constexpr int K = decltype(k)::value, LAST = 2 * K + 1 < X::COUNT ? 2 * K + 1 : X::COUNT - 1;
@@ -237,7 +238,7 @@ template <int D, int MEAN_AT, class... W> struct StaticKeys {
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-          for (int h = 0; h < 2; h++) mma<false>(s[2 * blk + h][n], a[h], q[n][2 * K], q[n][2 * K + 1]);
+          for (int h = 0; h < 2; h++) mma<false>(s[2 * segment + h][n], a[h], q[n][2 * K], q[n][2 * K + 1]);
       });
     }
   }

@@ -64,8 +64,8 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
     for (int i = 0; i < 2; i++) sts<EACH>(scratch + 4 * (i * KV_TILE + EACH * lane), x[i]);
     __syncwarp();
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++)
-      lds<4>(reinterpret_cast<u32*>(shift[blk]), scratch + (blk * 32 + lane / 4 * 4) * 4);
+    for (int segment = 0; segment < KV_TILE / 32; segment++)
+      lds<4>(reinterpret_cast<u32*>(shift[segment]), scratch + (segment * 32 + lane / 4 * 4) * 4);
   }
   __device__ __forceinline__ float exponent(int tile, int i) const {
     return shift[tile >> 1][2 * (tile & 1) + (i >> 1)];
@@ -76,10 +76,10 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
                                       int lane) {
     path.find(stage + PAST, lane);
 #pragma unroll
-    for (int blk = 0; blk < KV_TILE / 32; blk++) {
+    for (int segment = 0; segment < KV_TILE / 32; segment++) {
       float inverse[4];
       u32 p[2][NT][2];
-      lds<4>(reinterpret_cast<u32*>(inverse), scratch + (KV_TILE + blk * 32 + lane / 4 * 4) * 4);
+      lds<4>(reinterpret_cast<u32*>(inverse), scratch + (KV_TILE + segment * 32 + lane / 4 * 4) * 4);
 #pragma unroll
       for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -88,14 +88,14 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
 #pragma unroll
           for (int i = 0; i < 4; i += EVERY) {
             const int j = 2 * h + (i >> 1);
-            w[i] = eleven_bits(ex2(x[2 * blk + h][n][i]));
+            w[i] = eleven_bits(ex2(x[2 * segment + h][n][i]));
             page[n][i & 1] += w[i] * inverse[j];
             z[n][i & 1] += w[i] * (-W::MIDDLE * (1 << bit_position(j)));
           }
           p[h][n][0] = transposed(pack_half(w[0], w[1]));
           p[h][n][1] = transposed(pack_half(w[2], w[3]));
         }
-      const u32 words = stage + blk * BYTES + lane * 4 * V;
+      const u32 words = stage + segment * BYTES + lane * 4 * V;
       u32 w[WORDS];
 #pragma unroll
       for (int load = 0; load < WORDS / V; load++) lds<V>(w + load * V, words + load * 128 * V);

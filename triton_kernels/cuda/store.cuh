@@ -6,7 +6,7 @@
 
 struct AppendArgs {
   const u8 *k, *v, *mask;
-  const int *order, *count;  // padded chunk: indices of the real tokens [B, S], and their number [B]
+  const int *order, *count;  // with padding: indices of the real new tokens [B, S], and their number [B]
   u8* pool;
   const i64* address;
   u8 *sink_k, *sink_v, *tail_k, *tail_v;
@@ -22,7 +22,7 @@ using EncodeValues = VALUE_ENCODER;
 constexpr int ENCODER_BYTES = sizeof(EncodeKeys::Space) > sizeof(EncodeValues::Space) ? sizeof(EncodeKeys::Space)
                                                                                       : sizeof(EncodeValues::Space);
 
-// A row's counters before and after a chunk is stored.
+// A row's counters before and after new tokens are stored.
 struct Counts {
   int stored, before, fits, after, missing;  // missing: tokens that do not fit
   __device__ __forceinline__ Counts(const AppendArgs& a, int bh)
@@ -71,7 +71,7 @@ __device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int b
     source.tail = reinterpret_cast<const u16*>(a.tail_k) + (i64)bh * a.tail * DK;
     source.dim = DK;
     source.table = a.tables[0].data + h * a.tables[0].stride;
-    source.chunk = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h;
+    source.new_tokens = reinterpret_cast<const u16*>(a.k) + b * a.k_b + h * a.k_h;
     source.stride = a.k_s;
     if (staged) copy_page<DK>(source, page * PAGE, warp_group, staged);
     EncodeKeys::encode(part, source, low, high, page * PAGE, warp_group, space);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void pack(const AppendArgs& a, const Counts& n, int b
     source.tail = reinterpret_cast<const u16*>(a.tail_v) + (i64)bh * a.tail * DV;
     source.dim = DV;
     source.table = a.tables[1].data + h * a.tables[1].stride;
-    source.chunk = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
+    source.new_tokens = reinterpret_cast<const u16*>(a.v) + b * a.v_b + h * a.v_h;
     source.stride = a.v_s;
     if (staged) copy_page<DV>(source, page * PAGE, warp_group, staged);
     EncodeValues::encode(part + VALUE_AT, source, low, high, page * PAGE, warp_group, space);

@@ -3,9 +3,9 @@
 // No warp group reads the bytes that this writes, so most writes need no synchronization:
 // - The token has index i = length - sink after the sink. Packing keeps fewer than `tail_size` tokens in the ring (`paged` to i - 1), so
 //   slot i % tail_size is free. In the sink the token takes the first free slot. (Several tokens could overwrite slots that other warp groups
-//   still read. So separate launches store chunks of several tokens.)
+//   still read. So separate launches store several new tokens.)
 // - The page that is due begins at token `paged`, after all pages that are read. It is packed from slots of the ring, and only the new
-//   token's slot is written. If the new token itself belongs to the page (no residual), it is read from the chunk and not stored in the ring.
+//   token's slot is written. If the new token itself belongs to the page (no residual), it is read from the kernel's input and not stored in the ring.
 // - All warp groups, of all rows and row blocks, read the counters. The last one to finish reading writes them. Each warp group reads and
 //   uses the counters, synchronizes over its last row's queries, then one thread increments an atomic counter. This needs no fence: a later
 //   write cannot change values that have been read. The last warp group issues a fence before it writes.
@@ -130,7 +130,7 @@ constexpr int DUE_PAGES = WARP_GROUPS;
 static_assert(ENCODER_BYTES <= WARP_GROUP_BYTES, "memory for packing");
 struct TokenStore {
   bool stores,
-      releases;  // stores: the warp group has the window block with the new token; releases: this warp signals the end of its reads
+      releases;  // stores: the warp group has the window segment with the new token; releases: this warp signals the end of its reads
 
   // A warp group without work signals too.
   static __device__ __forceinline__ void release_unused(const StepArgs& a, int lane) {
@@ -138,7 +138,7 @@ struct TokenStore {
   }
 
   __device__ __forceinline__ TokenStore(const Split& split, int row_block, int warp) {
-    stores = row_block == 0 && split.blocks[0] < split.row.blocks && split.blocks[1] == split.row.blocks;
+    stores = row_block == 0 && split.segments[0] < split.row.segments && split.segments[1] == split.row.segments;
     releases = warp == WARPS - 1 && split.last;
   }
   __device__ __forceinline__ void begin(DuePage* due_pages, int warp_group, int thread) const {

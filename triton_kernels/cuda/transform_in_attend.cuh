@@ -10,13 +10,13 @@ __device__ __forceinline__ void transform_query(const Args& a, u32* x, int kv_he
   transform_row<DK>(x, a.q_scale + kv_head * a.scale_h, lane);
 }
 
-// Transforms the new keys in a warp's blocks of a row's window, to the tensor that the window and the append read. It runs before the warp copies
+// Transforms the new keys in a warp's segments of a row's window, to the tensor that the window and the append read. It runs before the warp copies
 // any of them.
 __device__ __forceinline__ void transform_chunk(const Args& a, const Row& row, int first, int stop, int stride,
                                                 int lane) {
   const int stored = row.sinks + row.tail;
-  for (int block = first; block < stop; block += stride)
-    for (int c = max(32 * block - stored, 0); c < min(32 * block + 32 - stored, row.chunk); c++) {
+  for (int segment = first; segment < stop; segment += stride)
+    for (int c = max(32 * segment - stored, 0); c < min(32 * segment + 32 - stored, row.new_tokens); c++) {
       const u8* from = a.raw_k + 2 * (row.b * a.raw_b + row.h * a.raw_h + c * a.raw_s);
       u8* to = const_cast<u8*>(a.k) + 2 * (row.b * a.k_b + row.h * a.k_h + c * a.k_s);
       transform_token<DK>(from, to, a.k_scale + row.h * a.scale_h, lane);

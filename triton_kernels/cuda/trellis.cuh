@@ -29,13 +29,13 @@ template <int D> struct Trellis {
       for (int k = 0; k < 3; k++) past[k] = w[BEFORE / 128 - 1 - k];
     }
   }
-  // Keeps the last words of a block.
+  // Keeps the last words of a segment.
   __device__ __forceinline__ void keep(const u32* w) {
 #pragma unroll
     for (int k = 0; k < 3; k++) past[k] = w[WORDS - 1 - k];
   }
 
-  // The word k words before word c of the block.
+  // The word k words before word c of the segment.
   __device__ __forceinline__ u32 word(const u32* w, int c, int k) const { return c >= k ? w[c - k] : past[k - c - 1]; }
 
   // Levels of the codes of word c, in the order in which `unpack` returns codes. Fields of three bits overlap, so `even` and `odd` have

@@ -83,9 +83,9 @@ constexpr int HEAD_BYTES = (Q_BYTES + FLOATS * 4 + 127) / 128 * 128;  // of a sl
 // The stages of a work tile's two KV tiles: keys, values, values, keys (the last may be smaller). Then scratch memory of the values.
 constexpr int STAGES_BYTES =
     Keys::STAGE_BYTES + 2 * Values::STAGE_BYTES + Keys::SECOND_STAGE_BYTES + Values::SCRATCH_BYTES;
-// NARROW: keys and values of a window block use the same memory in turn, so the window does not limit the number of warps.
-constexpr int WINDOW_BYTES =
-    NARROW ? (WK > WV ? Dense<WK>::BLOCK : Dense<WV>::BLOCK) : Dense<WK>::BLOCK + Dense<WV>::BLOCK;
+// NARROW: keys and values of a window segment use the same memory in turn, so the window does not limit the number of warps.
+constexpr int WINDOW_BYTES = NARROW ? (WK > WV ? Dense<WK>::SEGMENT_BYTES : Dense<WV>::SEGMENT_BYTES)
+                                    : Dense<WK>::SEGMENT_BYTES + Dense<WV>::SEGMENT_BYTES;
 constexpr int MERGE_STRIDE = WV + 1;  // floats per row of a warp's result, padded against bank conflicts
 constexpr int MERGE_BYTES = ROWS * (MERGE_STRIDE + 2) * 4;
 constexpr int LOAD_BYTES = STAGES_BYTES > WINDOW_BYTES ? STAGES_BYTES : WINDOW_BYTES;
@@ -101,24 +101,25 @@ static_assert(PartBytes<Keys>::value <= VALUE_AT && VALUE_AT + PartBytes<Values>
               "formats and structs differ on a page's parts");
 constexpr int PARTIAL_FLOATS = ROWS * (DV + 2 * SLICES);  // floats of a partial result in memory
 constexpr int WORK_TILE_COST = (2 * (Keys::STAGE_BYTES + Values::STAGE_BYTES) + 255) / 256;
-constexpr int BLOCK_COST = (Dense<WK>::BLOCK + Dense<WV>::BLOCK) / 256;  // cost of a window block (32 tokens)
+constexpr int SEGMENT_COST =
+    (Dense<WK>::SEGMENT_BYTES + Dense<WV>::SEGMENT_BYTES) / 256;  // cost of 32 tokens of the window
 // Scores are logarithms to base 2. A new maximum is set HEADROOM below the largest score, so that small weights lose less precision in fp16. It
 // is replaced when a score exceeds that largest score by GROWTH. So weights are at most 2^(HEADROOM + GROWTH), which fp16 can represent.
 constexpr float GROWTH = 8.f, HEADROOM = 7.f;
 
-// The work of a row: work tiles of its pages and blocks of its window. Also the numbers of its tokens in each region.
+// The work of a row: work tiles of its pages and segments of its window. Also the numbers of its tokens in each region.
 struct Row {
-  int b, h, length, paged, work_tiles, sinks, tail, chunk, blocks;
+  int b, h, length, paged, work_tiles, sinks, tail, new_tokens, segments;
   __device__ __forceinline__ void count(const Args& a, int row_block, int length_, int paged_) {
     length = length_;
     paged = paged_;
     work_tiles = (paged + WORK_TILE - 1) / WORK_TILE;
     sinks = min(length, a.sink);
     tail = max(length - a.sink, 0) - paged;
-    chunk = (min((row_block + 1) * ROWS, a.groups * a.tokens) - 1) / a.groups + 1;
-    blocks = (sinks + tail + chunk + 31) / 32;
+    new_tokens = (min((row_block + 1) * ROWS, a.groups * a.tokens) - 1) / a.groups + 1;
+    segments = (sinks + tail + new_tokens + 31) / 32;
   }
-  __device__ __forceinline__ u32 cost() const { return work_tiles * WORK_TILE_COST + blocks * BLOCK_COST; }
+  __device__ __forceinline__ u32 cost() const { return work_tiles * WORK_TILE_COST + segments * SEGMENT_COST; }
 };
 
 struct Warp {

@@ -3,14 +3,14 @@
 #include "warp.cuh"
 #include "exchange.cuh"
 
-// Blocks of 32 tokens of a row's window (sink, tail and new tokens, in this order): first, first + stride, ... below `stop`.
+// Segments of 32 tokens of a row's window (sink, tail and new tokens, in this order): first, first + stride, ... below `stop`.
 struct Window {
   const Args& a;
   const Row& row;
   int first, stop, stride, lane;
   u32 space;
   const Exchange& exchange;
-  static constexpr int VALUES = NARROW ? 0 : Dense<WK>::BLOCK;  // offset of the values in `space`
+  static constexpr int VALUES = NARROW ? 0 : Dense<WK>::SEGMENT_BYTES;  // offset of the values in `space`
 
   // The address of token i of the window. side: 0 keys, 1 values. keep: whether the token exists.
   __device__ __forceinline__ const u8* locate(int side, int i, bool& keep) const {
@@ -23,15 +23,15 @@ struct Window {
       return (side ? a.tail_v : a.tail_k) + (bh * a.tail + (slot < a.tail ? slot : slot - a.tail)) * d;
     }
     const int c = i - stored;
-    keep = c < row.chunk && (!HAS_MASK || a.mask[row.b * a.mask_b + c * a.mask_s]);
+    keep = c < row.new_tokens && (!HAS_MASK || a.mask[row.b * a.mask_b + c * a.mask_s]);
     const i64 at = side ? row.b * a.v_b + row.h * a.v_h + (keep ? c : 0) * a.v_s
                         : row.b * a.k_b + row.h * a.k_h + (keep ? c : 0) * a.k_s;
     return (side ? a.v : a.k) + 2 * at;
   }
-  // Each lane computes the address of one token of the block, and shuffles pass it to the lanes that copy the token.
-  template <int D> __device__ __forceinline__ void copy(int side, int block, u32 target) const {
+  // Each lane computes the address of one token of the segment, and shuffles pass it to the lanes that copy the token.
+  template <int D> __device__ __forceinline__ void copy(int side, int segment, u32 target) const {
     bool real;
-    const u64 own = (u64)locate(side, 32 * block + lane, real) + 2 * D * own_slice();
+    const u64 own = (u64)locate(side, 32 * segment + lane, real) + 2 * D * own_slice();
     const u32 low = (u32)own, high = (u32)(own >> 32), kept = __ballot_sync(~0u, real);
     Dense<D>::copy(
         target,
@@ -43,8 +43,8 @@ struct Window {
         lane);
     commit();
   }
-  __device__ __forceinline__ void copy_keys(int block) const { copy<WK>(0, block, space); }
-  __device__ __forceinline__ void copy_values(int block) const { copy<WV>(1, block, space + VALUES); }
+  __device__ __forceinline__ void copy_keys(int segment) const { copy<WK>(0, segment, space); }
+  __device__ __forceinline__ void copy_values(int segment) const { copy<WV>(1, segment, space + VALUES); }
   __device__ __forceinline__ void start() const {
     if (first < stop) {
       copy_keys(first);
@@ -62,21 +62,21 @@ struct Window {
       for (int e = 0; e < COLUMNS_USED; e++)
         query[n][e] = (SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
 #pragma unroll 1
-    for (int block = first; block < stop; block += stride) {
-      const bool more = block + stride < stop;
+    for (int segment = first; segment < stop; segment += stride) {
+      const bool more = segment + stride < stop;
       float s[2][NT][4];
       wait<NARROW ? 0 : 1>();
       __syncwarp();
       Dense<WK>::scores(s, space, rows, lane);
-      exchange.sum((block - first) / stride & 1, s);
+      exchange.sum((segment - first) / stride & 1, s);
       __syncwarp();
-      if (NARROW) copy_values(block);
-      else if (more) copy_keys(block + stride);
+      if (NARROW) copy_values(segment);
+      else if (more) copy_keys(segment + stride);
       else commit();
 #pragma unroll
       for (int j = 0; j < 4; j++) {
-        const int c = 32 * block + 4 * g + j - stored;  // token of the chunk
-        const bool keep = c < row.chunk && (!HAS_MASK || c < 0 || a.mask[row.b * a.mask_b + c * a.mask_s]);
+        const int c = 32 * segment + 4 * g + j - stored;  // index among the new tokens
+        const bool keep = c < row.new_tokens && (!HAS_MASK || c < 0 || a.mask[row.b * a.mask_b + c * a.mask_s]);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -90,8 +90,8 @@ struct Window {
       __syncwarp();
       Dense<WV>::add(w.o, w.l, s, space + VALUES, lane);
       __syncwarp();
-      if (NARROW && more) copy_keys(block + stride);
-      else if (!NARROW && more) copy_values(block + stride);
+      if (NARROW && more) copy_keys(segment + stride);
+      else if (!NARROW && more) copy_values(segment + stride);
       else commit();
     }
     wait<0>();

@@ -137,7 +137,7 @@ static float __fdividef(float a, float b) { return a * (1.f / b); }
 template <class A, class B> static constexpr auto min(A a, B b) { using T = std::common_type_t<A, B>; return (T)a < (T)b ? (T)a : (T)b; }
 template <class A, class B> static constexpr auto max(A a, B b) { using T = std::common_type_t<A, B>; return (T)a > (T)b ? (T)a : (T)b; }
 
-// What the launch gives: a structure, and integers behind it.
+// The arguments of a launch: a structure, then integers.
 static const void* argument;
 static const long long* integers;
 template <class A, class... Rest, size_t... I> static void call_with(void (*kernel)(A, Rest...), std::index_sequence<I...>) {

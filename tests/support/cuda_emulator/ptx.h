@@ -32,7 +32,7 @@ template <int N> static void wait() {
   }
   all.erase(all.begin(), all.begin() + done);
 }
-static void check_waited() { if (!begun[current].empty()) fault("a copy that nobody waited for", begun[current][0].s); }
+static void check_waited() { if (!begun[current].empty()) fault("a copy without a wait", begun[current][0].s); }
 static void cp16(u32 s, const void* g, bool keep = true) { begin_copy(s, g, 16, keep); }
 static void cp16_if(bool real, u32 s, const void* g) { if (real) begin_copy(s, g, 16, true); }
 static void cp8(u32 s, const void* g, bool keep) { begin_copy(s, g, 8, keep); }

@@ -1,7 +1,6 @@
-// Races in shared memory: two warps use the same byte, one of them writes, and no barrier orders the two (of lanes of one warp nothing is
-// said). The compiler calls `__tsan_*` at every use of memory (-fsanitize=thread, without its library); here each byte or word remembers
-// who wrote and who read it when, in clocks of the warps, which barriers hand on. What does not depend on the order in which threads
-// happen to run is seen whatever that order was.
+// Races in shared memory: two warps use the same byte, one of them writes, and no barrier orders the two. Lanes of one warp are not checked.
+// The compiler calls `__tsan_*` at every use of memory (-fsanitize=thread, without its library). Each byte or word has the clocks of its
+// last write and of its reads, by warp, and barriers synchronize the warps' clocks. So a race is found in any order of threads.
 #define UNWATCHED __attribute__((no_sanitize("thread"), noinline))
 #define INLINED inline __attribute__((no_sanitize("thread"), always_inline))
 namespace races {

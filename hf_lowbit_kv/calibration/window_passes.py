@@ -15,7 +15,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..storage.model_sides import causal_attention
 from ..storage.reference import plain_attention
 from ..storage.step import Chunk
-from .attention_weights import CHUNK, PageGrid, weights_of
+from .attention_weights import QUERY_BLOCK, PageGrid, weights_of
 from .calibration_windows import positions
 
 #: called with the number of the window, the layer, (keys, values) `[1, H, S, D]`, and token weights `[H, S]` by grid
@@ -35,7 +35,7 @@ class WindowCache(DynamicCache):
 
 
 @torch.no_grad()
-def read_windows(
+def run_windows(
     model: Any,
     windows: Sequence[torch.Tensor],
     see: See,
@@ -109,10 +109,10 @@ def attend_in_full(chunk: Chunk) -> torch.Tensor:
     if softcap is None and sinks is None:
         return causal_attention(query, key, value, scaling)
     position, before = torch.arange(key.shape[2], device=key.device), chunk.tokens_before
-    blocks = []
-    for low in range(before, key.shape[2], CHUNK):
-        high = min(low + CHUNK, key.shape[2])
+    outputs = []
+    for low in range(before, key.shape[2], QUERY_BLOCK):
+        high = min(low + QUERY_BLOCK, key.shape[2])
         allowed = position[:high] <= position[low:high, None]
         arguments = query[:, :, low - before : high - before], key[:, :, :high], value[:, :, :high]
-        blocks.append(plain_attention(*arguments, allowed, scaling, softcap, sinks))
-    return torch.cat(blocks, 1)
+        outputs.append(plain_attention(*arguments, allowed, scaling, softcap, sinks))
+    return torch.cat(outputs, 1)

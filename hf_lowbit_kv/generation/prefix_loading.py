@@ -9,8 +9,8 @@ import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from .prefill import Reader, token_rows
-from .whole_reading import read_as_whole
+from .prefill import ChunkedPrefill, token_rows
+from .whole_prompt import prefill_as_whole
 
 #: a text that diverges from a stored one at least this many tokens after the usable prefix is also stored up to there
 WORTH_AN_END = 64
@@ -53,9 +53,9 @@ class PrefixCall:
             return
         match = self.prefixes.restore(self.cache, _rows(self.ids, self.mask))
         self.cache.cached_tokens = match.tokens
-        with read_as_whole(self.model, self.mask):
+        with prefill_as_whole(self.model, self.mask):
             if match.tokens and self.padded:
-                self._read_after_prefix(match.tokens)
+                self._prefill_after_prefix(match.tokens)
             if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
                 self._store_ends(match)
 
@@ -67,7 +67,7 @@ class PrefixCall:
         mask = torch.nn.functional.pad(self.mask, (0, sequences.shape[1] - self.mask.shape[1]), value=1)
         self.prefixes.add(self.cache, _rows(sequences[:, :stored], mask[:, :stored]))
 
-    def _read_after_prefix(self, tokens: int) -> None:
+    def _prefill_after_prefix(self, tokens: int) -> None:
         """Prefill the rest of left-padded rows that hold `tokens` tokens each, except for the last token, which `generate`
         reads. Stored tokens take the place of padding."""
         assert self.ids is not None
@@ -79,23 +79,23 @@ class PrefixCall:
         for layer in self.cache.packed_layers:
             layer.length.set(begin)
             layer._in_tail = 0
-            layer.set_stored_positions(unread[:, :begin])  # the mask that the reader passes
-        reader = Reader(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
-        reader.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)
-        if reader.left > 1:
-            reader.read(reader.left - 1)
+            layer.set_stored_positions(unread[:, :begin])  # the mask of the prefill
+        prefill = ChunkedPrefill(self.model, self.cache, self.ids, unread.to(self.mask.dtype))
+        prefill.positions = (self.mask.long().cumsum(1) - 1).clamp(min=0)
+        if prefill.left > 1:
+            prefill.advance(prefill.left - 1)
         for layer in self.cache.packed_layers:
-            layer.set_stored_positions(self.mask[:, : reader.seen].bool())
+            layer.set_stored_positions(self.mask[:, : prefill.seen].bool())
 
     def _store_ends(self, match: Match) -> None:
         """Store the prompt up to its end, and up to where it diverges from a stored text, usually the end of a system
         prompt. Native layers can only be restored at such ends."""
         assert self.ids is not None
         assert self.mask is not None
-        reader = Reader(self.model, self.cache, self.ids, self.mask)
+        prefill = ChunkedPrefill(self.model, self.cache, self.ids, self.mask)
         for end in (match.common, self.ids.shape[1] - 1):
-            if end - max(match.tokens, reader.seen) >= (WORTH_AN_END if end == match.common else 1):
-                reader.read(end - reader.seen)
+            if end - max(match.tokens, prefill.seen) >= (WORTH_AN_END if end == match.common else 1):
+                prefill.advance(end - prefill.seen)
                 self.prefixes.add(self.cache, _rows(self.ids[:, :end], self.mask[:, :end]))
 
 

@@ -1,5 +1,4 @@
-"""Layout `core-1`: tokens in bricks of 8 tokens x 16 bytes, the core matrices of Hopper's tensor cores (PTX ISA,
-`wgmma`).
+"""Layout `core-1`: a page in core matrices of Hopper's tensor cores, 8 tokens x 16 bytes each (PTX ISA, `wgmma`).
 
 A page `[tokens, width]` becomes `[tokens / 8, width / e, 8, e]`, with `e` numbers in 16 bytes. Groups of eight
 tokens are copied without reordering. `formats.fp8` and `formats.dense` have this layout, for latents.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import torch
 
 LAYOUT = "core-1"
-#: tokens of a brick, and its bytes per token
+#: tokens of a core matrix, and its bytes per token
 TOKENS, BYTES = 8, 16
 
 
@@ -21,18 +20,18 @@ def shape(width: int, page_size: int, dtype: torch.dtype) -> tuple[int, int, int
 
 
 def pack(x: torch.Tensor) -> torch.Tensor:
-    """Tokens `[..., page_size, width]` -> bricks `[..., page_size / 8, width / e, 8, e]`."""
+    """Tokens `[..., page_size, width]` -> core matrices `[..., page_size / 8, width / e, 8, e]`."""
     numbers = BYTES // x.element_size()
     return x.unflatten(-1, (-1, numbers)).unflatten(-3, (-1, TOKENS)).transpose(-3, -2)
 
 
-def unpack(bricks: torch.Tensor) -> torch.Tensor:
+def unpack(matrices: torch.Tensor) -> torch.Tensor:
     """The inverse of `pack`."""
-    return bricks.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
+    return matrices.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
 
 
 def merge_tokens(old: torch.Tensor, new: torch.Tensor, at: int, count: int) -> None:
-    """Copy the tokens `at` to `at + count` of the bricks `new` into `old`."""
+    """Copy the tokens `at` to `at + count` of the core matrices `new` into `old`."""
     tokens = unpack(old).clone()
     tokens[..., at : at + count, :] = unpack(new)[..., at : at + count, :]
     old.copy_(pack(tokens))

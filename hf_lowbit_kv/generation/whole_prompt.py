@@ -23,8 +23,8 @@ from .overriding import original, overridden
 
 
 @contextlib.contextmanager
-def read_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
-    """Inside, forward passes of this thread use the frequencies of the whole text, for any part of it.
+def prefill_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
+    """Within the context, forward passes of this thread use the frequencies of the whole text, for any part of it.
 
     Args:
         mask: mask of the whole text, padding included, `[B, S]`.
