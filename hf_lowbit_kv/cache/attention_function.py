@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..storage.reference import plain_attention
@@ -171,6 +172,12 @@ def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kw
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
         mask = causal & mask[:, None, None, :]
     if softcap is None and sinks is None:
+        one_mask = mask is not None and mask.shape[1] == 1 and kwargs.get("position_bias") is None
+        if one_mask and query.shape[2] == 1 and query.shape[1] != key.shape[1]:
+            # the query heads of one token are like tokens; some releases of transformers repeat keys and values for them
+            grouped = query.reshape(*key.shape[:2], -1, query.shape[3])
+            out = F.scaled_dot_product_attention(grouped, key, value, mask, dropout, scale=scaling)
+            return out.reshape(len(query), 1, query.shape[1], -1), None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is None and query.shape[2] > 1:
         # no mask from the host means what it means to its SDPA: the first query is that of the first key. After the last

@@ -309,9 +309,13 @@ def plain_attention(
     `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key. lacking: see
     `Chunk`.
     """
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-1, -2)).float()
+    if (
+        q.shape[2] > 1
+    ):  # the query heads of one token are rows of one product; repeated keys would be larger than its scores
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    rows = q.shape[:3]
+    scores = (q.reshape(*k.shape[:2], -1, q.shape[3]) @ k.transpose(-1, -2)).float().reshape(*rows, -1)
     if lacking is not None:
         scores = scores + lacking[..., None]
     scores = scores * scaling
@@ -323,7 +327,8 @@ def plain_attention(
         column = sinks.float().view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1).nan_to_num(0.0).to(v.dtype)
-    return (weights[..., : k.shape[2]] @ v).transpose(1, 2).contiguous()
+    weights = weights[..., : k.shape[2]].reshape(*k.shape[:2], -1, k.shape[2])
+    return (weights @ v).reshape(*rows, -1).transpose(1, 2).contiguous()
 
 
 def unpack_into_tail(store: LayerStore) -> None:

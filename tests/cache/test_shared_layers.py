@@ -1,14 +1,15 @@
-"""Layers that attend to the keys and values of an earlier layer (Gemma 3n, Gemma 4): logits are those of transformers' own
-cache, whatever part of a prompt the later layers read, and nothing is stored before the last of them has attended."""
+"""Layers of Gemma 3n, Gemma 4 and MiMo-V2: heads of 512 channels, keys wider than values, and layers that attend to the keys
+and values of an earlier layer. Logits are those of transformers' own cache, whatever part of a prompt the later layers read,
+and nothing is stored before the last of them has attended."""
 
 import copy
 import functools
 
 import pytest
 import torch
-from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
+from cases import FAMILIES, SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 from fake_graph import in_place_of_graphs
-from marked import slow_case
+from marked import newest_case, slow_case
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 import hf_lowbit_kv as lb
@@ -17,9 +18,11 @@ from hf_lowbit_kv.cache.packed_layers import readers
 
 pytestmark = pytest.mark.host
 KINDS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
-#: the ways in which Gemma's sizes share keys and values
+#: the ways in which Gemma's sizes share keys and values; MiMo-V2, whose heads have 192 and 128 channels
 MODELS = {
     "gemma4_text": {},
+    "gemma4_unified_text": {},
+    "mimo_v2_flash": {},
     "gemma4_text with heads of 512 channels": {"global_head_dim": 512},
     "gemma4_text without sharing": {"num_kv_shared_layers": 0, "attention_k_eq_v": False},
     "gemma4_text with experts": {
@@ -48,7 +51,8 @@ LONG = {**OPTIONS, "attention_mask": MASK, "max_new_tokens": 40}
 
 
 def models(name="gemma4_text", **changes):
-    return tiny_models(name.split()[0], **{**MODELS[name], **changes})
+    sizes = FAMILIES["gemma4_text"] if name == "gemma4_unified_text" else {}
+    return tiny_models(name.split()[0], **{**sizes, **MODELS[name], **changes})
 
 
 @functools.cache
@@ -81,12 +85,20 @@ def test_generate(name, max_cache_len, chunk):
     assert min(held) == 96  # the layers that attend to others' tokens hold none
 
 
+#: beams in a preallocated cache, too
+WAYS = [("lb.generate", 1), ("recorded", 1), ("lb.enable", 1), ("lb.enable", 3), ("growing", 3)]
+
+
 @pytest.mark.parametrize(
-    ("way", "beams"), [("lb.generate", 1), ("recorded", 1), ("lb.enable", 1), ("lb.enable", 3), ("growing", 3)]
+    ("name", "way", "beams"),
+    [
+        *(("gemma4_text", *way) for way in WAYS),
+        *(newest_case(name, *WAYS[which]) for name in list(MODELS)[1:] for which in (1, 3)),
+    ],
 )
-def test_ways_to_generate(gemma, way, beams, monkeypatch):
+def test_ways_to_generate(name, way, beams, monkeypatch):
     graphs = in_place_of_graphs(monkeypatch) if way == "recorded" else []
-    ours, options = gemma[0], {**LONG, "num_beams": beams}
+    ours, options = models(name)[0], {**LONG, "num_beams": beams}
     if way == "lb.enable":
         with lb.enable(ours, "dense", **SMALL_PAGES):
             out = ours.generate(IDS, **options)
@@ -95,7 +107,7 @@ def test_ways_to_generate(gemma, way, beams, monkeypatch):
     else:
         out = lb.generate(ours, IDS, preset="dense", cache_options=SMALL_PAGES, progress=False, **options)
     lb.release(ours)
-    same(out, truth_of(beams=beams))
+    same(out, truth_of(name, beams))
     assert bool(sum(graph.replays for graph in graphs)) == (way == "recorded")
 
 

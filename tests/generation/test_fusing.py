@@ -37,6 +37,8 @@ FOUND = {
     "gemma2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
     "gemma3_text": "norms 13/13, rotary 2/2, gate 2/2, products 4/4",
     "gpt_oss": "norms 5/5, rotary 2/2, products 2/2",
+    "gemma4_text": "norms 34/34, gate 5/5, products 6/6",
+    "mimo_v2_flash": "norms 5/5, rotary 2/2, gate 1/1, products 3/3",
     "glm4": "norms 9/9, rotary 0/2 (PAIRS), gate 2/2, products 2/2",
     "cohere": "norms 0/3 (layers.0.input_layernorm and 2 more: no RMS norm), rotary 0/2 (PAIRS), gate 2/2, products 4/4",
     "olmo2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
@@ -121,7 +123,7 @@ def test_small_families(family):
         fused = decoder.step()
     assert attributes(model) == before
     assert not torch.equal(fused, unfused)
-    assert (fused - unfused).norm() < 0.01 * unfused.norm()
+    assert (fused - unfused).norm() < 0.005 * model.config.num_hidden_layers * unfused.norm()
     assert torch.equal(decoder.step(), unfused)
 
 
@@ -136,7 +138,7 @@ def _is_close_to_float32(family):
 
 
 @kernels.needs_interpreter
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "gemma4_text", "mimo_v2_flash"])
 def test_small_error_is_at_most_twice_the_plain_steps(family, monkeypatch):
     monkeypatch.setattr(lb, "from_preset", lambda preset, model: lb.LowBitCache(model, "dense", "dense"))
     fused, unfused = _is_close_to_float32(family)

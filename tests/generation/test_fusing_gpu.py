@@ -24,6 +24,8 @@ FUSED = {
     "gemma2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
     "gemma3_text": "norms 13/13, rotary 2/2, gate 2/2, products 4/4",
     "gpt_oss": "norms 5/5, rotary 2/2, products 2/2",
+    "gemma4_text": "norms 34/34, gate 5/5, products 6/6",
+    "mimo_v2_flash": "norms 5/5, rotary 2/2, gate 1/1, products 3/3",
     "glm4": "gate 2/2, products 2/2",
     "cohere": "gate 2/2, products 4/4",
     "olmo2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",

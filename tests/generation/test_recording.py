@@ -25,7 +25,21 @@ from hf_lowbit_kv.triton_kernels import determinism
 pytestmark = pytest.mark.host
 
 #: families whose steps are recorded; docs/dev/recording.md has the table
-RECORDED = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3_next", "lfm2")
+RECORDED = (
+    *(
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+        "mimo_v2_flash",
+        "phi3",
+    ),
+    *("qwen3_next", "lfm2"),
+)
 
 
 def replays(graphs):
@@ -42,7 +56,7 @@ def test_recorded_steps_give_the_eager_tokens(family, graphs):
     ids, mask = left_padded(2, 10)
     want = eager(model, ids, mask, new_tokens=40)
     assert torch.equal(ours(model, ids, mask, new_tokens=40), want)
-    windows = family in ("gemma2", "gemma3_text", "gpt_oss")
+    windows = family in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash")
     # of 39 steps each kind takes one to warm up
     assert replays(graphs) == ([13, 24] if windows else [38])
     assert torch.equal(ours(model, ids, mask, new_tokens=40), want)

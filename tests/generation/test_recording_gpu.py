@@ -20,7 +20,21 @@ pytestmark = [
 ]
 
 #: families whose steps are recorded; docs/dev/recording.md has the table
-RECORDED = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3_next", "lfm2")
+RECORDED = (
+    *(
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+        "mimo_v2_flash",
+        "phi3",
+    ),
+    *("qwen3_next", "lfm2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +127,7 @@ def test_gpu_families_past_the_sliding_window(family):
     for _ in range(2):
         out = ours(model, ids, mask, new_tokens=60, return_dict_in_generate=True)
         assert torch.equal(out.sequences, want)
-    windows = family in ("gemma2", "gemma3_text", "gpt_oss")
+    windows = family in ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash")
     assert recordings(out.past_key_values) == (2 if windows else 1)
     del out
     assert graph_launches(lambda: ours(model, ids, mask, new_tokens=60)) >= 57

@@ -8,6 +8,7 @@ from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
 from tiny_architectures import tiny_model
 from tiny_vision import IMAGE_TOKEN, tiny_vision_model
 from transformers import DynamicCache
+from transformers.integrations import sdpa_attention
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests.memory_budget import pool_size
@@ -128,6 +129,28 @@ def test_a_row_that_is_being_read_is_not_changed_by_steps_of_others(gemma, texts
     steps.newest[second.slot] = logits.argmax()
     answer = [int(logits.argmax())] + [decode(steps, [first, second])[1] for _ in range(25)]
     assert [answer] == transformers_own(theirs, texts[4:5])
+
+
+@pytest.mark.host
+def test_no_ring_is_repeated_for_its_query_heads(models, texts, monkeypatch):
+    """In decode steps, as attention of PyTorch and of transformers would do with a mask, a softcap or sinks."""
+
+    def repeat(*_, **__):
+        raise AssertionError("a ring is repeated")
+
+    steps = steps_on(models[0], "dense", slots=2)
+    rows = [steps.pool.enter(200) for _ in range(2)]
+    for row, text in zip(rows, texts, strict=False):
+        read(steps, row, text)
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", repeat)
+    rings = {ring.data_ptr() for ring in steps.pool.memory.rings.tensors}
+    original = torch.Tensor.repeat_interleave
+    monkeypatch.setattr(
+        torch.Tensor,
+        "repeat_interleave",
+        lambda x, *sizes, **more: repeat() if x.data_ptr() in rings else original(x, *sizes, **more),
+    )
+    decode(steps, rows)
 
 
 def test_a_fork_has_a_ring_of_its_own(gemma, texts):
