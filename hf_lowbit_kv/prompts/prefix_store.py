@@ -111,8 +111,8 @@ class PrefixStore:
             seed, device = self.key_of(cache, 0).digest, cache.model.get("looked up").device
             loaded = {prompt.ids.numpy().tobytes() for prompt in self._prompts if prompt.seed == seed}
             if (folder := self._folder) is not None:
-                for ids in folder.texts(seed):
-                    if ids.numpy().tobytes() in loaded or (prompt := folder.load(seed, ids, device)) is None:
+                for path, ids in folder.texts(seed):
+                    if ids.numpy().tobytes() in loaded or (prompt := folder.read(path, device)) is None:
                         continue
                     self._prompts.insert(0, prompt)  # the next one is older
                     if self.nbytes > self.max_bytes:

@@ -55,33 +55,25 @@ class PromptFolder:
 
         return self._read.get(path, read)
 
-    def texts(self, seed: str) -> list[torch.Tensor]:
-        """Ids of the texts with this seed, the most recently used first."""
+    def texts(self, seed: str) -> list[tuple[Path, torch.Tensor]]:
+        """File and ids of each text with this seed, the most recently used first."""
         by_time = []
         for path in self._descriptions():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 own_seed, ids = self._text(path)
                 if own_seed == seed:
-                    by_time.append((path.stat().st_mtime_ns, ids))
-        return [ids for _, ids in sorted(by_time, key=lambda each: -each[0])]
-
-    def _longest(self, seed: str, ids: torch.Tensor) -> tuple[int, Path | None]:
-        best: tuple[int, Path | None] = 0, None
-        for path in self._descriptions():
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                own_seed, own_ids = self._text(path)
-                if own_seed != seed:
-                    continue
-                if (match := common_prefix(own_ids, ids)) > best[0]:
-                    best = match, path
-        return best
+                    by_time.append((path.stat().st_mtime_ns, path, ids))
+        return [(path, ids) for _, path, ids in sorted(by_time, key=lambda each: -each[0])]
 
     def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int = 0) -> KeptPrompt | None:
-        """Read the text that has the longest common prefix with these ids. `None` if no more than `more_than` tokens, or if its
-        files are gone or damaged (damaged ones are removed)."""
-        tokens, path = self._longest(seed, ids)
-        if path is None or tokens <= more_than:
-            return None
+        """Read the text that has the longest common prefix with these ids. `None` if no more than `more_than` tokens, or as for
+        `read`."""
+        matches = [(common_prefix(own_ids, ids), path) for path, own_ids in self.texts(seed)]
+        tokens, path = max(matches, key=lambda each: each[0], default=(0, self.path))
+        return self.read(path, device) if tokens > more_than else None
+
+    def read(self, path: Path, device: torch.device) -> KeptPrompt | None:
+        """Read a text. `None` if its files are gone or damaged (damaged ones are removed)."""
         try:
             with saved_cache.opened(path) as saved:
                 prompt = _prompt_of(saved.description, saved.tensors(device))

@@ -23,14 +23,12 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
-from ..cache.implementation import selected
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..generation.enable import Enabled
-from ..generation.kept_caches import kept_caches
 from ..presets import get_preset
 from .memory_budget import USABLE
-from .pool_steps import PoolSteps, new_pool
+from .pool_steps import PoolSteps, alone, new_pool
 from .row_pool import Row
 from .sampling import on_device
 from .shared_prefixes import SharedPrefixes
@@ -188,7 +186,7 @@ class PackedRunner(ModelRunner):
         batch_data["logits_to_keep"] = batch_data["logits_indices"]
         before = self._running
         self._running = frozenset(each.state.request_id for each in self.inputs_and_outputs.requests_in_batch)
-        with kept_caches(model).lock, selected(model), torch.inference_mode(False):
+        with alone(model):
             if (
                 not self._running <= before
             ):  # checking the whole model takes longer than a step, so this is not done in each step
@@ -320,7 +318,7 @@ class PackedManager(ContinuousBatchingManager):
         tokens = None
         if batching.num_blocks is not None:
             tokens = batching.num_blocks * get_preset(self.made_for.preset).spec().page_size
-        with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
+        with alone(model):
             steps, prefixes = new_pool(
                 model,
                 self._make_template,

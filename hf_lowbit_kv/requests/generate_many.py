@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..cache.cache_options import PresetOptions
-from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.served_models import tp_size, unwrap_generating
 from ..calibration.progress import Report, reporting
@@ -21,7 +20,7 @@ from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts, PromptStore
 from .memory_budget import memory_in_bytes
 from .pool_models import empty_caches, longest_row
-from .pool_steps import new_pool
+from .pool_steps import alone, new_pool
 from .request import Request, RequestReader
 from .result import Interrupted, Result, described
 from .scheduler import Scheduler
@@ -242,15 +241,8 @@ class _Run:
         if self._over:
             return []
         results: list[Result] = []
-        kept = kept_caches(self.model)
         try:
-            with (
-                kept.lock,
-                kept.released_on_error(),
-                selected(self.model),
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):
+            with alone(self.model), kept_caches(self.model).released_on_error():
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:

@@ -8,18 +8,21 @@ nothing, and attend to nothing new.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..cache.cache_argument import as_argument
+from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.native_layers import SLIDING
 from ..generation import recording
 from ..generation.fusing import MOST_FUSED_ROWS, compile_ahead, compiling
+from ..generation.kept_caches import kept_caches
 from .memory_budget import USABLE, activation_bytes, free_memory, pool_size
 from .pool_models import longest_row
 from .pooled_cache import PooledCache
@@ -31,6 +34,13 @@ from .slot_memory import StoredLayer
 #: steps that a recording of more rows serves, before fewer rows get one of their own: recording takes as long as some hundred
 #: steps, and saves little of each
 PATIENCE = 128
+
+
+@contextlib.contextmanager
+def alone(model: Any) -> Iterator[None]:
+    """No other call runs the model meanwhile, and it attends with `lowbit_kv`."""
+    with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def padded_rows(slots: int) -> list[int]:

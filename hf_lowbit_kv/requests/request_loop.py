@@ -6,7 +6,6 @@ after which no step can run ends the thread.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -17,12 +16,10 @@ from typing import Any
 
 import torch
 
-from ..cache.implementation import selected
 from ..cache.served_models import unwrap_generating
-from ..generation.kept_caches import kept_caches
 from .kept_prompts import KeptPrompts, PromptStore
 from .pool_models import empty_caches
-from .pool_steps import new_pool
+from .pool_steps import alone, new_pool
 from .request import Request, RequestReader
 from .result import Result, described
 from .scheduler import Scheduler
@@ -77,7 +74,7 @@ class RequestLoop:
         self.model = unwrap_generating(model)
         make_cache = empty_caches(self.model, preset, cache_options)
         self._reader = RequestReader(self.model, tokenizer, {})
-        with self._alone():
+        with alone(self.model):
             if prefixes is not None and not prefixes.load(make_cache(1)):
                 raise ValueError(
                     f"{prefixes!r} has no text that was read by this model with preset {preset!r} and its calibration"
@@ -152,14 +149,6 @@ class RequestLoop:
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
-    def _alone(self) -> Any:
-        stack = contextlib.ExitStack()
-        stack.enter_context(kept_caches(self.model).lock)
-        stack.enter_context(selected(self.model))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        return stack
-
     def _source(self) -> Iterator[Request | Result | None]:
         """The next request. The scheduler asks for it whenever a row is free, and waits here while there is nothing
         else to do."""
@@ -184,7 +173,7 @@ class RequestLoop:
     def _run(self) -> None:
         scheduler = self._scheduler
         try:
-            with self._alone():
+            with alone(self.model):
                 if self.model.device.type == "cuda":
                     torch.cuda.set_device(self.model.device)
                 scheduler.begin()

@@ -343,8 +343,12 @@ class RowPool:
         attached = [(block, paging) for paging, pages in self.page_pools.items() for block in pages.attached]
         if sum(len(block) * sizes[paging] for block, paging in attached) <= more_than:
             return 0
-        used = ((self.page_pools[paging], page) for row in self.rows for paging, x in row.pages.items() for page in x)
-        read = {pages.block_of(page) for pages, page in used}
+        read = {
+            self.page_pools[paging].blocks[number]
+            for row in self.rows
+            for paging, pages in row.pages.items()
+            for number in {*located(self.page_pools[paging].blocks, np.array(pages, dtype=np.int64))[0].tolist()}
+        }
         return sum(len(block) * sizes[paging] for block, paging in attached if block not in read)
 
     def detach(self) -> None:

@@ -297,10 +297,8 @@ class Scheduler:
         sequence.result.cached_tokens = row.length
 
     def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
-        """The prompt is read: fork the request's other sequences, and draw the first token of each."""
+        """The prompt is read: fork the request's other sequences, draw the first token of each, and keep the prompt."""
         first.state = State.DECODING
-        self.kept.add(first.row, first.request.prompt_ids)
-        self._keep(first.row, first.request.prompt_ids)
         sequences = [first]
         for each in self._siblings(first):
             if not self._can_fork(first):
@@ -310,6 +308,8 @@ class Scheduler:
             each.result.cached_tokens = first.result.cached_tokens
             sequences.append(each)
         self._draw(sequences, logits.expand(len(sequences), -1))
+        self.kept.add(first.row, first.request.prompt_ids)  # waits for the device: the tokens are there afterwards
+        self._keep(first.row, first.request.prompt_ids)
 
     def _siblings(self, first: Sequence) -> list[Sequence]:
         """Sequences that are to become forks of this one."""

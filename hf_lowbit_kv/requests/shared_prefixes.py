@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .row_pool import Prefix, Row, RowPool
+from .slot_memory import Pair
 
 
 class _Page(NamedTuple):
     number: int
-    root: bytes
-    """key of the first page of its text"""
+    sinks: list[Pair] | None
+    """of a first page, the sink before it"""
 
 
 class SharedPrefixes:
@@ -32,10 +33,9 @@ class SharedPrefixes:
 
     def __init__(self, pool: RowPool, most_sinks: int):
         self._pool, self._most_sinks, self.sharing = pool, most_sinks, most_sinks > 0
-        self._pages: OrderedDict[bytes, _Page] = (
-            OrderedDict()
-        )  # ordered by last use, and a page comes after the pages that follow it in a text
-        self._roots: dict[bytes, list] = {}  # the sinks of the beginnings of texts
+        #: ordered by last use, and a page comes after the pages that follow it in a text
+        self._pages: OrderedDict[bytes, _Page] = OrderedDict()
+        self._first_pages = 0
 
     def _keys(self, ids: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
         digest, start = hashlib.blake2b(digest_size=16), 0
@@ -56,8 +56,9 @@ class SharedPrefixes:
             return None
         self._use(keys)
         ((paging, _),) = self._pool.page_pools.items()
-        pages = {paging: [self._pages[key].number for key in keys]}
-        return Prefix(lengths[len(keys) - 1], pages, self._roots[keys[0]])
+        known = [self._pages[key] for key in keys]
+        assert known[0].sinks is not None
+        return Prefix(lengths[len(keys) - 1], {paging: [page.number for page in known]}, known[0].sinks)
 
     def keep(self, row: Row, ids: Sequence[int], limit: float = math.inf) -> None:
         """Remember the full pages of a row that holds these tokens (and perhaps more).
@@ -70,13 +71,12 @@ class SharedPrefixes:
         for place, key in enumerate(keys):
             if key in self._pages:
                 continue
-            if place == 0:
-                self._roots[key] = self._pool.memory.sinks(row.slot)
             ((paging, numbers),) = row.pages.items()
             self._pool.page_pools[paging].acquire(numbers[place : place + 1])
-            self._pages[key] = _Page(numbers[place], keys[0])
+            self._pages[key] = _Page(numbers[place], self._pool.memory.sinks(row.slot) if place == 0 else None)
+            self._first_pages += place == 0
         self._use(keys)
-        while len(self._roots) > self._most_sinks or (self._pages and self._pool.idle_bytes(limit) > limit):
+        while self._first_pages > self._most_sinks or (self._pages and self._pool.idle_bytes(limit) > limit):
             self._drop_oldest()
 
     def _use(self, keys: Sequence[bytes]) -> None:
@@ -95,9 +95,8 @@ class SharedPrefixes:
             self._drop_oldest()
 
     def _drop_oldest(self) -> int:
-        key, page = self._pages.popitem(last=False)
-        if key == page.root:
-            del self._roots[key]
+        _, page = self._pages.popitem(last=False)
+        self._first_pages -= page.sinks is not None
         ((paging, _),) = self._pool.page_pools.items()
         return self._pool.release({paging: [page.number]})
 

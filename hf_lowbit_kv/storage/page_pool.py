@@ -375,7 +375,8 @@ class PagePool(PageUser):
     def detach(self) -> list[int]:
         """Forget attached blocks to whose pages nothing here has a reference. Returns their places."""
         gone = [block for block in self.attached if not self.acquired[block].any()]
-        self.set_references({block: counts for block, counts in self.acquired.items() if block not in gone})
+        if gone:
+            self.set_references({block: counts for block, counts in self.acquired.items() if block not in gone})
         return [self.blocks.index(block) for block in gone]
 
 

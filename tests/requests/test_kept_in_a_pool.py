@@ -200,6 +200,24 @@ def test_a_cache_goes_on_in_a_running_pool(models, growing, tmp_path):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
+def test_a_kept_text_is_used_where_it_saves_more_than_the_pool_does(model):
+    """A row before this one has left 256 of its tokens in pages. A cache has fewer, and a store 44 more: not worth a window."""
+    document = text(300, 1)
+    longer = torch.cat([document, text(9, 2)])
+    cache = lb.from_preset("dense", model, max_cache_len=400, **SMALL_PAGES)
+    lb.generate(model, document[None, :100], past_key_values=cache, max_new_tokens=1, do_sample=False, pad_token_id=0)
+    requests = [document, {"input_ids": longer, "past_key_values": cache}]
+    found = {"cache": many(model, requests, max_rows=1, new_tokens=4)}
+    store = lb.PrefixStore("1GB")
+    found["store"] = many(model, [document, longer], max_rows=1, new_tokens=4, prefixes=store)
+    assert {name: [each.cached_tokens for each in results] for name, results in found.items()} == {
+        "cache": [0, 256],
+        "store": [0, 256],
+    }
+    assert (store.hits, store.misses) == (0, 1)
+    assert many(model, [longer], new_tokens=4, prefixes=store)[0].cached_tokens >= 300
+
+
 def test_a_chat_goes_on_in_a_pool(model, tmp_path):
     """A loaded one, too: what it holds is not read again, and the chat does not change."""
     options = {"max_length": 1024, "max_new_tokens": 6, "do_sample": False, "cache_options": SMALL_PAGES}

@@ -129,10 +129,10 @@ class Arrival:
             self.device.events.append("wait")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeypatch, late):
+@pytest.mark.parametrize("kind", ["CPU", "GPU", "GPU, and a store"])
+def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeypatch, kind):
     """Three prompts fit into a chunk, so they are read one after the other before a step is taken. On a GPU nothing waits
-    between them, and a token is there when the next thing has begun."""
+    between them, and a token is there when the next thing has begun: at once where a store waits for the GPU."""
     events: list[str] = []
 
     class Streamer:
@@ -147,7 +147,7 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
             pass
 
     run = Run(models, [(20, 2), (19, 2), (18, 1)], 1, streamer=Streamer)
-    device = Device(run.scheduler, events) if late else None
+    device = None if kind == "CPU" else Device(run.scheduler, events)
 
     def watched(name, of):
         def call(*args):
@@ -158,6 +158,8 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
 
         return call
 
+    if device is not None and kind != "GPU":
+        monkeypatch.setattr(run.scheduler.kept, "add", lambda row, ids: device.begin())
     for name in ("read", "decode"):
         monkeypatch.setattr(run.scheduler.steps, name, watched(name, getattr(run.scheduler.steps, name)))
     while run.round():
@@ -176,5 +178,6 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
         "token of 0",
         "token of 1",
     ]
-    assert events == (delivered_late if late else first)
+    store = [*first[:7], "wait", *first[7:]]
+    assert events == {"CPU": first, "GPU": delivered_late, "GPU, and a store": store}[kind]
     run.free()
