@@ -37,6 +37,7 @@ ROOT = RESULTS.parents[1]
 PAGES = (
     "docs/results.md",
     "docs/results-smollm2.md",
+    "docs/choose.md",
     "docs/dev/calibrated-presets.md",
     "docs/dev/batch.md",
     "docs/protocols.md",
@@ -308,8 +309,10 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "baselines": baselines_table,
     "front": lambda rows: model_tables.front_table(),
     "models": lambda rows: model_tables.models_table(),
+    "smaller": lambda rows: model_tables.models_table(model_tables.SMALLER),
     "tasks": lambda rows: model_tables.tasks_table(),
     "ruler": lambda rows: model_tables.ruler_table(),
+    "biases": lambda rows: model_tables.biases_table(),
     "losses": lambda rows: model_tables.losses_list(),
     "peers": lambda rows: model_tables.peers_table(),
     "peer-texts": lambda rows: model_tables.texts_table(),
