@@ -36,8 +36,6 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32768,
 }
-#: a smaller model of that family, as records name it
-SMALLER = "Qwen2.5-Coder-0.5B-Instruct, Q4_K_M weights"
 #: tokens of the cache: the model's whole context
 CONTEXT = 32768
 #: presets that may be shown, without and with calibration. A preset is left out if another of its group has a smaller

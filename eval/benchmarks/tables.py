@@ -309,7 +309,6 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "baselines": baselines_table,
     "front": lambda rows: model_tables.front_table(),
     "models": lambda rows: model_tables.models_table(),
-    "smaller": lambda rows: model_tables.models_table(model_tables.SMALLER),
     "tasks": lambda rows: model_tables.tasks_table(),
     "ruler": lambda rows: model_tables.ruler_table(),
     "biases": lambda rows: model_tables.biases_table(),
