@@ -95,9 +95,9 @@ def by_text(path: Path = OUT) -> dict[tuple[str, int], dict[str, dict[str, Recor
     return found
 
 
-def accuracy(context: int, path: Path = OUT, model: str = MEASURED) -> dict[str, dict[str, Record]]:
-    """The records of a model at this length, by preset or peer, and by text."""
-    return by_text(path).get((model, context), {})
+def accuracy(context: int, path: Path = OUT) -> dict[str, dict[str, Record]]:
+    """The records of `MEASURED` at this length, by preset or peer, and by text."""
+    return by_text(path).get((MEASURED, context), {})
 
 
 def mean(records: Mapping[str, Any], key: str) -> float:
@@ -132,41 +132,39 @@ def front_points(group: Sequence[str]) -> list[Point]:
     )
 
 
+NONE = "(no record)\n"
 #: figures of the means over texts
 LOSS = {
     "KL": lambda texts: f"{mean(texts, 'kl'):.4f}",
     "99.9th": lambda texts: f"{max(record['kl_p999'] for record in texts.values()):.2f}",
     "same next token": lambda texts: f"{100 * mean(texts, 'top1'):.1f} %",
 }
-#: contexts, and the texts that were read at each of them
-LONG_TEXTS = (
-    (16384, ("prose", "transcript", "code", "wiki")),
-    (4096, ("prose",)),
-    (32768, ("prose",)),
-)
+#: contexts beside the shortest
+LONG = (16384, 32768)
 
 
-def models_table(model: str = MEASURED, longer: Sequence[tuple[int, Sequence[str]]] = LONG_TEXTS) -> str:
-    """Every measured preset on a real model at 4096 tokens, and on the texts of longer contexts; most bits first."""
-    by_context = {context: accuracy(context, model=model) for context in (4096, *dict(longer))}
+def models_table(model: str = MEASURED, path: Path = OUT) -> str:
+    """Every measured preset on a real model, most bits first. A longer context has a column if the 16-bit cache was
+    measured there: the mean of the texts that it has read. If it is one text, that text has a column at 4096 tokens too."""
+    found = by_text(path)
+    short = found.get((model, 4096), {})
+    read = {context: list(found.get((model, context), {}).get("dense", ())) for context in LONG}
+    single = {text: None for texts in read.values() if len(texts) == 1 for text in texts}
+    columns = [(4096, [text]) for text in single] + [(context, texts) for context, texts in read.items() if texts]
+    columns.sort(key=lambda column: len(column[1]) == 1)
     rows = []
-    for name, records in by_context[4096].items():
+    for name, records in short.items():
         if name in PEERS:
             continue
         row = [f"`{name}`", f"{mean(records, 'bits_per_value'):.2f}", *(figure(records) for figure in LOSS.values())]
-        for context, texts in longer:
-            measured = by_context[context].get(name, {})
+        for context, texts in columns:
+            measured = found[model, context].get(name, {})
             complete = all(text in measured for text in texts)
             row.append(f"{mean({text: measured[text] for text in texts}, 'kl'):.4f}" if complete else "")
         rows.append((mean(records, "bits_per_value"), row))
-    columns = (f"KL, {context // 1024}k" + (", prose" if len(texts) == 1 else "") for context, texts in longer)
+    longer = (f"KL, {context // 1024}k" + (f", {texts[0]}" if len(texts) == 1 else "") for context, texts in columns)
     rows.sort(key=lambda item: -item[0])
-    return markdown_table(("preset", "bits", *LOSS, *columns), (row for _, row in rows))
-
-
-def small_model_table() -> str:
-    """Every measured preset on the small model."""
-    return models_table(SMALL, LONG_TEXTS[:1])
+    return markdown_table(("preset", "bits", *LOSS, *longer), (row for _, row in rows)) if rows else NONE
 
 
 def humaneval(path: Path = TASKS) -> dict[str, int]:
@@ -281,7 +279,6 @@ KINDS = {
     "FWE": "fwe",
     "QA": "qa",
 }
-NONE = "(no record)\n"
 #: a task, and the context of RULER's
 Key = tuple[str, int | None]
 Records = dict[Key, Record]
@@ -337,7 +334,7 @@ def losses_list(path: Path = TASKS) -> str:
     presets = newest_tasks(path)
     lines = []
     for column, keys in _columns(presets).items():
-        scored = {name: x for name, records in presets.items() if (x := _points(records, keys)) is not None}
+        scored = {name: _points(records, keys) for name, records in presets.items() if records.keys() >= set(keys)}
         full = scored.pop("dense", None)
         if not scored:
             continue
@@ -357,9 +354,9 @@ def losses_list(path: Path = TASKS) -> str:
     return "".join(lines) or NONE
 
 
-def _points(records: Records, keys: list[Key]) -> float | None:
-    """The mean score in percent; `None` if a task has no record."""
-    return 100 * sum(records[key]["score"] for key in keys) / len(keys) if all(key in records for key in keys) else None
+def _points(records: Records, keys: list[Key]) -> float:
+    """The mean score in percent."""
+    return 100 * sum(records[key]["score"] for key in keys) / len(keys)
 
 
 def _standard_error(records: Records, keys: list[Key]) -> float:
@@ -372,10 +369,8 @@ def _most_lost(records: Records, full: Records, keys: list[Key]) -> str:
     """In brackets, the two kinds of RULER's tasks that lose most of the mean; empty for other tasks."""
     kinds = {}
     for kind, begin in KINDS.items():
-        if not (of_kind := [key for key in keys if key[0].startswith(begin)]):
-            continue
-        before, after = _points(full, of_kind), _points(records, of_kind)
-        if before is not None and after is not None and before > after:
+        of_kind = [key for key in keys if key[0].startswith(begin)]
+        if of_kind and (after := _points(records, of_kind)) < (before := _points(full, of_kind)):
             kinds[f"{kind} {after:.0f} instead of {before:.0f}"] = (before - after) * len(of_kind)
     most = sorted(kinds, key=lambda kind: -kinds[kind])[:2]
     return f" ({', '.join(most)})" if most else ""
@@ -391,8 +386,9 @@ def _columns(presets: Mapping[str, Records]) -> dict[str, list[Key]]:
 
 def _cell(records: Records, keys: list[Key], packed: bool = True) -> str:
     """The mean score in percent, with the packed share in brackets; empty if a task has no record."""
-    if (score := _points(records, keys)) is None:
+    if not records.keys() >= set(keys):
         return ""
+    score = _points(records, keys)
     share = 100 * sum(records[key]["packed_share"] for key in keys) / len(keys)
     return f"{score:.1f} ({share:.0f} %)" if packed else f"{score:.0f}"
 
@@ -430,6 +426,36 @@ def peers_table(path: Path = OUT) -> str:
                 rows.append([shown, NAMES.get(name, f"`{name}`"), f"{bits:.2f}", *figures])
                 shown = ""
     return markdown_table(("model", "cache", "bits", *LOSS), rows)
+
+
+#: caches on the page that answers "Will it break my Qwen?": listed presets, and caches with a range per token of keys
+LISTED = (
+    "dense",
+    "int8",
+    "int6",
+    "kivi-4-sink",
+    "k4v2-sink",
+    "kitty-pro",
+    "kivi-2-hadamard-sink",
+    "eigen-3",
+    "eigen-2",
+)
+PER_TOKEN = ("kv4", "quanto-4", "hqq-4")
+
+
+def biases_table() -> str:
+    """Listed presets, and caches that key biases spoil, on a model with key biases."""
+    measured, solved = accuracy(4096), humaneval()
+    rows = []
+    for name in (*LISTED, *PER_TOKEN):
+        if (records := measured.get(name)) is None:
+            continue
+        shown = "16 bits" if name == "dense" else f"transformers, {NAMES[name]}" if name in NAMES else f"`{name}`"
+        keys = "" if name == "dense" else "per token" if name in PER_TOKEN else "per channel"
+        rows.append([shown, keys, LOSS["KL"](records), LOSS["same next token"](records), str(solved.get(name, ""))])
+    return markdown_table(
+        ("cache", "range of keys", "KL from 16 bits", "same next token", f"HumanEval, of {HUMANEVAL}"), rows
+    )
 
 
 def texts_table(path: Path = TEXTS_OUT) -> str:

@@ -79,6 +79,38 @@ def test_the_table_of_peers(tmp_path):
     ]
 
 
+def test_the_table_of_models(tmp_path):
+    """Longer contexts have a column where the 16-bit cache was read, and a cell where a preset has read the same texts."""
+    path = tmp_path / "records.jsonl"
+    assert model_tables.models_table("Some-1B, Q4", path) == "(no record)\n"
+
+    def add(preset, text, context, kl):
+        record = {"model": "Some-1B, Q4", "preset": preset, "text": text, "context": context, "kl": kl}
+        append_record(
+            path, record | {"kl_p999": 1.0, "top1": 0.5, "bits_per_value": 16.0 if preset == "dense" else 8.5}
+        )
+
+    for text, kl in (("code", 0.1), ("prose", 0.3)):
+        add("dense", text, 4096, 0.0)
+        add("int8", text, 4096, kl)
+        add("int8", text, 16384, 2 * kl)
+        add("quanto-4", text, 4096, 9.0)
+    add("dense", "prose", 32768, 0.0)
+    add("int8", "prose", 32768, 1.0)
+    end = "1.00 | 50.0 % |"
+    head, _, *rows = model_tables.models_table("Some-1B, Q4", path).splitlines()
+    assert head == "| preset | bits | KL | 99.9th | same next token | KL, 4k, prose | KL, 32k, prose |"
+    assert rows[0] == f"| `dense` | 16.00 | 0.0000 | {end} 0.0000 | 0.0000 |"
+    assert rows[1:] == [f"| `int8` | 8.50 | 0.2000 | {end} 0.3000 | 1.0000 |"]
+    for text in ("code", "prose"):
+        add("dense", text, 16384, 0.0)
+    add("dense", "code", 32768, 0.0)
+    head, _, *rows = model_tables.models_table("Some-1B, Q4", path).splitlines()
+    assert head == "| preset | bits | KL | 99.9th | same next token | KL, 16k | KL, 32k |"
+    assert rows[0] == f"| `dense` | 16.00 | 0.0000 | {end} 0.0000 | 0.0000 |"
+    assert rows[1:] == [f"| `int8` | 8.50 | 0.2000 | {end} 0.4000 |  |"]
+
+
 # ---- tasks --------------------------------------------------------------------------------------------------------------
 
 
