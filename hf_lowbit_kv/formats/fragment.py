@@ -59,47 +59,36 @@ def head_dim(shape: torch.Size, bits: int) -> int:
     return shape[-3] * shape[-1] * 32 // bits
 
 
-def channel(c: torch.Tensor, j: torch.Tensor, x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Channel of row or column `8 j + x` of the operands over channels `16 c` to `16 c + 15`."""
-    whole = c // 2 * 32 + 8 * (x >> 1) + 4 * (c & 1) + 2 * j + (x & 1)
-    rest = head_dim // 32 * 32 + 4 * (x >> 1) + 2 * j + (x & 1)
-    return torch.where(c < head_dim // 32 * 2, whole, rest)
-
-
-def row_of(channel: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`c`, `j` and `x` of channels: the inverse of `channel`."""
+def places(
+    bits: int, layout: str, head_dim: int, pairs: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The word of its lane, the lane, and the lowest bit of each token and channel of a segment, int64 `[32, D]` or `[D]`."""
+    token, channel = torch.arange(SEGMENT)[:, None], torch.arange(head_dim)
     rest = channel >= head_dim // 32 * 32
-    tile = channel // 32 * 2 + torch.where(rest, 0, channel >> 2 & 1)
-    row = 2 * torch.where(rest, channel >> 2 & 3, channel >> 3 & 3) + (channel & 1)
-    return tile, channel >> 1 & 1, row
+    c = channel // 32 * 2 + torch.where(rest, 0, channel >> 2 & 1)
+    of_channel = channel >> 1 & 1, 2 * torch.where(rest, channel >> 2 & 3, channel >> 3 & 3) + (channel & 1)
+    of_token, h = (token & 1, token >> 2), token >> 1 & 1
+    (row_j, row_x), (column_j, column_x) = (of_token, of_channel) if layout == LAYOUTS[0] else (of_channel, of_token)
+    word = {2: c, 4: 2 * c + h, 8: 4 * c + 2 * h + column_j}[bits]
+    field = {2: 2 * column_j + 4 * h, 4: 4 * column_j, 8: 0 * h}[bits]
+    bit = 8 * (column_x & 1) + 16 * row_j if pairs else 16 * (column_x & 1) + 8 * row_j + field
+    return word, 4 * row_x + (column_x >> 1), bit
+
+
+def position(word: torch.Tensor, lane: torch.Tensor, count: int) -> torch.Tensor:
+    """Where a lane's words are in a segment, `[words / V, lanes, V]` flattened. count: a lane's words of a segment."""
+    wide = vector(count)
+    return word // wide * (LANES * wide) + lane * wide + word % wide
 
 
 @functools.cache
 def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For one segment: the position of each field among the segment's tokens and channels, `[words / V, lanes, V, fields]`;
     the bit of each field; and the field of each position, `[32 * head_dim]`."""
-    per_tile = bits // 2
-    _, loads, _, vector = shape(bits, head_dim, SEGMENT)
-    word = torch.arange(loads * vector).view(loads, 1, vector, 1)
-    lane = torch.arange(LANES).view(1, LANES, 1, 1)
-    field = torch.arange(32 // bits)
-    e, field = field // (16 // bits), field % (16 // bits)
-    odd, field = field // (8 // bits), field % (8 // bits)  # i & 1: a field of the high or low byte
-    if pairs:
-        e, odd = odd, e
-    c, inner = word // per_tile, word % per_tile
-    high, h = {
-        2: (field & 1, field >> 1),
-        4: (field, inner),
-        8: (inner & 1, inner >> 1),
-    }[bits]  # i >> 1, and the operand
-    g, t = lane // 4, lane % 4
-    row, column = (odd, g), (high, 2 * t + e)
-    (token_j, token_x), (channel_j, channel_x) = (row, column) if layout == LAYOUTS[0] else (column, row)
-    token = 4 * token_x + 2 * h + token_j
-    position = token * head_dim + channel(c, channel_j, channel_x, head_dim)
-    position = position.expand(loads, LANES, vector, 32 // bits).contiguous()
-    return position, torch.arange(32 // bits, dtype=torch.int64) * bits, position.flatten().argsort()
+    word, lane, bit = places(bits, layout, head_dim, pairs)
+    sizes = shape(bits, head_dim, SEGMENT)[1:]
+    order = (position(word, lane, sizes[0] * sizes[2]) * 32 + bit).flatten().argsort()
+    return order.view(*sizes, 32 // bits), torch.arange(32 // bits) * bits, order.argsort()
 
 
 def pack(codes: torch.Tensor, bits: int, layout: str, pairs: bool = False) -> torch.Tensor:

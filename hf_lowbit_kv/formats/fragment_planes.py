@@ -18,7 +18,7 @@ import functools
 import torch
 
 from . import fragment
-from .fragment import LANES, LAYOUTS, SEGMENT, Plane
+from .fragment import SEGMENT, Plane
 
 #: bits of the first plane
 HIGH = 4
@@ -37,21 +37,12 @@ def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
 
 @functools.cache
 def _positions(bits: int, layout: str, head_dim: int) -> fragment.Positions:
-    """For each plane, int64 `[32, head_dim]` for the tokens and channels of a segment: the position of the word, and the
-    lowest bit in it."""
-    token, channel = torch.arange(SEGMENT)[:, None], torch.arange(head_dim)[None, :]
-    token_x, token_j, h = token >> 2, token & 1, token >> 1 & 1
-    c, *of_channel = fragment.row_of(channel, head_dim)
-    of_token = (token_j, token_x)
-    (row_j, row_x), (column_j, column_x) = (of_token, of_channel) if layout == LAYOUTS[0] else (of_channel, of_token)
-    lane, bit = 4 * row_x + (column_x >> 1), 16 * (column_x & 1) + 8 * row_j + 4 * column_j
+    """Where the two planes are in the words of a segment."""
+    word, lane, bit = fragment.places(HIGH, layout, head_dim)
+    c, h = word // 2, word & 1
     first, count = words(bits, head_dim)
     low = (first + c, bit + 2 * h) if bits - HIGH == 2 else (first + c // 2, bit + 2 * h + (c & 1))
-    wide, positions = fragment.vector(count), []
-    for word, at in ((2 * c + h, bit), low):
-        position = word // wide * (LANES * wide) + lane * wide + word % wide
-        positions.append((position.expand(SEGMENT, head_dim).contiguous(), at.expand(SEGMENT, head_dim).contiguous()))
-    return tuple(positions)
+    return tuple((fragment.position(word, lane, count), at) for word, at in ((word, bit), low))
 
 
 @functools.cache

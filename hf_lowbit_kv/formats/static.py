@@ -52,7 +52,7 @@ from . import fragment
 from .affine import pack_words, unpack_words
 from .base import Format, Parameter, Tensors
 from .boosted import fold_sum
-from .fragment import LANES, LAYOUTS, SEGMENT, Plane
+from .fragment import LAYOUTS, SEGMENT, Plane
 
 #: number of channels of an octet (see above)
 OCTET = 8
@@ -91,30 +91,20 @@ def words(planes: Sequence[Plane], layout: str) -> int:
 def _positions(pattern: str, layout: str, head_dim: int) -> fragment.Positions:
     """Where the planes of `pattern` are in the words of a segment."""
     planes = _planes(pattern, head_dim)
-    wide = fragment.vector(words(planes, layout))
     token, positions, before = torch.arange(SEGMENT)[:, None], [], 0
+    g, h, j = token >> 2, token >> 1 & 1, token & 1
     for width, channel, _ in planes:
-        column = torch.arange(len(channel))
-        g, h, j = token >> 2, token >> 1 & 1, token & 1
         if layout == LAYOUTS[0]:
+            column = torch.arange(len(channel))
             at = before + width * (column // OCTET)
             word, lane = at // 4, 4 * g + (column % OCTET >> 1)
             bit = 16 * (column & 1) + 8 * j + 4 * h + at % 4
-        else:
-            # an operand's columns are tokens, and a lane holds two of them: e = 0 and 1
-            tile, row_half, row = fragment.row_of(channel, head_dim)
-            lane, e = 4 * row + (g >> 1), g & 1
-            bit = 16 * e + 8 * row_half
-            if width == 4:
-                word, bit = 2 * tile + h, bit + 4 * j
-            elif width == 2:
-                word, bit = tile, bit + 2 * j + 4 * h
-            else:
-                word, bit = head_dim // 16 + tile // 2, bit + 2 * j + 4 * h + (tile & 1)
-        position = word // wide * (LANES * wide) + lane * wide + word % wide
-        shape = (SEGMENT, len(channel))
-        positions.append((position.expand(shape).contiguous(), bit.expand(shape).contiguous()))
-        before += width * -(-len(channel) // OCTET)
+            before += width * -(-len(channel) // OCTET)
+        else:  # planes of all channels
+            word, lane, bit = fragment.places(max(width, 2), layout, head_dim)
+            if width == 1:
+                word, bit = head_dim // 16 + word // 2, bit + (word & 1)
+        positions.append((fragment.position(word, lane, words(planes, layout)), bit))
     return tuple(positions)
 
 

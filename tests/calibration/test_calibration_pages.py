@@ -110,7 +110,7 @@ def test_there_are_as_many_pages_as_are_wanted(monkeypatch):
     plan = calibration_plan.CalibrationPlan(list(calibration_plan.jobs_of(spec_of(64))), {0: (2, 64, 64)}, None)
     for seed in range(20):
         sampling = plan.choose(8, 256, seed)
-        assert all(len(sampling.for_job(job)) >= 20 for job in plan.jobs)
+        assert all(len(sampling[job.page_size].for_job(job)) >= 20 for job in plan.jobs)
 
 
 def test_gradients_are_read_in_pages_of_that_size(model):
