@@ -155,7 +155,7 @@ def test_one_long_row_beside_zeros(kernels):
 
 
 @dense_only
-def test_what_lies_behind_a_row_is_no_number(kernels):
+def test_bytes_past_a_row_may_be_nan(kernels):
     """A page may have held another row's tokens: NaN there must not show."""
     filled = Filled(case := LatentCase(lengths=(70, 3), content="dense"), DEVICE, SEED)
     expected = kernels.attend(filled)
@@ -166,7 +166,7 @@ def test_what_lies_behind_a_row_is_no_number(kernels):
             content = numbers[: case.page_size * case.rank].view(case.page_size // 8, -1, 8, 8)
             rope = numbers[case.page_size * case.rank :].view(case.page_size // 8, -1, 8, 8)
             for part in (content, rope):
-                tokens = part.transpose(1, 2).flatten(0, 1)  # a copy: bricks of eight tokens come apart
+                tokens = part.transpose(1, 2).flatten(0, 1)  # a copy: core matrices of eight tokens come apart
                 tokens[max(length - page * case.page_size, 0) :] = float("nan")
                 part.copy_(tokens.unflatten(0, (-1, 8)).transpose(1, 2))
     assert torch.isfinite(expected).all()
