@@ -1,4 +1,5 @@
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -145,6 +146,16 @@ def graphs(monkeypatch):
     from fake_graph import in_place_of_graphs
 
     return in_place_of_graphs(monkeypatch)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Calls the command and returns `(exit code, standard output, standard error)`."""
+    from command_line import call
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return functools.partial(call, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -187,7 +187,8 @@ def test_an_empty_cache_and_its_class(model, tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    filled(tiny_models("llama")[0], "kivi-4").save_pretrained(folder)
+    model = tiny_models("llama")[0]
+    filled(model, "kivi-4").save_pretrained(folder)
     return folder
 
 

@@ -24,13 +24,6 @@ from hf_lowbit_kv.storage import process_stamps
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 
 
-@pytest.fixture(scope="module")
-def model():
-    model = tiny_models("llama")[0]
-    yield model
-    lb.release(model)
-
-
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     """The user's folder, empty; nothing comes with the package."""

@@ -28,13 +28,6 @@ from hf_lowbit_kv.calibration_files.model_description import describe_model
 PRESETS = {"eigen-2": {}, "vecinfer-2": {}, "kivi-2": {"transform": "smooth"}}
 
 
-@pytest.fixture(scope="module")
-def model():
-    model = tiny_models("llama")[0]
-    yield model
-    lb.release(model)
-
-
 def asked_of(preset):
     """Names in the file -> shape, for every layer, of the tensors that the preset needs."""
     spec = lb.get_preset(preset).spec()
@@ -91,9 +84,9 @@ def check_load(path, whole) -> bool:
 
 
 @pytest.fixture(scope="module")
-def saved(model, tmp_path_factory):
+def saved(tmp_path_factory):
     """A calibration, and a path of its bytes."""
-    whole = random_calibration(model, "kivi-2")
+    whole = random_calibration(tiny_models("llama")[0], "kivi-2")
     path = tmp_path_factory.mktemp("saved") / "c.safetensors"
     whole.save(path)
     return whole, path

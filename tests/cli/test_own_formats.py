@@ -1,25 +1,16 @@
 """Formats of the user's own, seen by the command: `--import FILE`, and the entry points of installed packages."""
 
-import functools
 import importlib
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from command_line import call, commands
+from command_line import commands
 
 from hf_lowbit_kv import formats, presets
 from hf_lowbit_kv.cli import every_command
 from hf_lowbit_kv.formats.registered import GROUP, TRITON_MODULES, load_installed
-
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("NO_COLOR", "1")
-
-    return functools.partial(call, capsys)
 
 
 @pytest.fixture(autouse=True)

@@ -170,7 +170,7 @@ def test_weights_changed_in_place_need_no_recording(model, graphs):
 
 
 def test_adapters(model, graphs):
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_alpha=64, init_lora_weights=False)
     wrapped = peft.get_peft_model(model, config).eval()
     wrapped.add_adapter("other", config)
     ids, mask = left_padded(2, 60)

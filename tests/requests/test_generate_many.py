@@ -568,11 +568,6 @@ def test_one_long_request_fits_beside_many_short_ones(model, texts, pools):
     assert pools[1].slots > 1
 
 
-def test_too_little_memory(model, texts):
-    with pytest.raises(ValueError, match="memory=1000 bytes are too few"):
-        lb.generate_many(model, texts, max_new_tokens=3, memory=1000, **FIXED)
-
-
 # ---- what is refused --------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -699,8 +694,9 @@ def test_numbers_of_sequences_that_are_no_counts(model, texts, pools, value):
 
 @pytest.mark.parametrize("as_completed", [False, True])
 @pytest.mark.parametrize("kind", [list, tuple, iter], ids=["list", "tuple", "iterator"])
-def test_no_requests_have_no_results(model, kind, as_completed):
+def test_no_requests_have_no_results(model, pools, kind, as_completed):
     assert list(lb.generate_many(model, kind([]), max_new_tokens=3, as_completed=as_completed, **FIXED)) == []
+    assert kind is iter or not pools
 
 
 @pytest.mark.parametrize(
@@ -734,6 +730,7 @@ def test_requests_that_are_none(model, pools, requests, message):
     [
         ({"memory": "much"}, "much"),
         ({"memory": -1}, "memory=-1"),
+        ({"memory": 1000}, "memory=1000 bytes are too few"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"prefill_chunk_size": "auto"}, "prefill_chunk_size='auto'"),
         ({"preset": "kivi-5"}, "kivi-5"),
@@ -756,11 +753,6 @@ def test_recurrent_layers_are_refused(pools):
         ValueError, match=r"layer 0 of Lfm2ForCausalLM keeps a state instead of tokens .*; use lb\.generate"
     ):
         lb.generate_many(model, [[5]], max_new_tokens=3)
-    assert not pools
-
-
-def test_no_requests(model, pools):
-    assert lb.generate_many(model, [], max_new_tokens=3) == []
     assert not pools
 
 
