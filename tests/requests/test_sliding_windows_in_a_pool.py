@@ -1,5 +1,7 @@
 """Rows of a pool in models with sliding windows: their rings of 16-bit tokens."""
 
+import time
+
 import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
@@ -13,6 +15,7 @@ from transformers.integrations import sdpa_attention
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import read_once, stored_layers
+from hf_lowbit_kv.requests.request_loop import RequestLoop
 from hf_lowbit_kv.requests.ring_memory import RingShape, ring_shapes
 from hf_lowbit_kv.requests.row_pool import RowPool
 
@@ -174,6 +177,30 @@ def test_several_sequences_of_a_prompt(gemma, texts):
         expected = gemma[1].generate(text[None], pad_token_id=0, **options)[0, len(text) :].tolist()
         assert found[3 * index].generated_tokens == expected
     assert len({tuple(tokens) for tokens in tokens_of(found)}) == 6
+
+
+def test_one_pool_serves_later_requests_and_cancelled_ones_leave_no_trace(gemma, texts):
+    ours, theirs = gemma
+    options = {"memory": 20_000_000, "max_rows": 2, "chunk_size": CHUNK, "cache_options": SMALL_PAGES}
+    loop, done = RequestLoop(ours, None, "dense", **options), []
+    try:
+        for _ in range(2):
+            done.clear()
+            requests = [{"input_ids": text, "max_new_tokens": 20, "do_sample": False} for text in texts]
+            cancelled = [loop.submit({**requests[4], "max_new_tokens": 600}, lambda result: None) for _ in range(2)]
+            while len(loop.pool.rows) < 2 and loop.alive:
+                time.sleep(0.001)
+            for request in requests:
+                loop.submit(request, done.append)
+            for ticket in cancelled:
+                ticket.cancel()
+            while len(done) < len(texts) and loop.alive:
+                time.sleep(0.01)
+            results = sorted(done, key=lambda result: result.index)
+            assert tokens_of(results) == transformers_own(theirs, texts, 20)
+    finally:
+        loop.stop()
+    assert loop.error is None
 
 
 # ---- texts that were read before --------------------------------------------------------------------------------------
