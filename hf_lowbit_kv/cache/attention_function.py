@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -212,6 +212,8 @@ def lowbit_mask(
 
     mask_function = mask_function or causal_mask_function
     if isinstance(kv_offset, RingOffset):
+        while len(parts := _united(mask_function)) > 1:
+            mask_function = parts[0]  # the others are for tokens of images, and rows of a pool have text
         return kv_offset.mask(kv_length, mask_function)
     cut = q_length > 1 and _cuts_masks(kwargs.get("config"))
     of_others = cut and not (isinstance(kv_offset, Seen) or torch.compiler.is_compiling())
@@ -263,14 +265,20 @@ def _cuts_masks(config: Any) -> bool:
 def _shows_all_before(mask_function: Callable) -> bool:
     """Whether a token attends to all that come before it: the mask is causal, or transformers' union (`or_masks`) of a causal
     one and others, such as that of an image's tokens."""
-    from transformers.masking_utils import causal_mask_function, or_masks
+    from transformers.masking_utils import causal_mask_function
 
-    if mask_function is causal_mask_function:
-        return True
+    parts = _united(mask_function)
+    return any(map(_shows_all_before, parts)) if len(parts) > 1 else mask_function is causal_mask_function
+
+
+def _united(mask_function: Callable) -> Sequence[Callable]:
+    """The parts of transformers' union of masks (`or_masks`), the model's own one first; of another mask itself."""
+    from transformers.masking_utils import or_masks
+
     if getattr(mask_function, "__code__", None) is not or_masks().__code__:
-        return False
+        return (mask_function,)
     (parts,) = mask_function.__closure__ or ()
-    return any(map(_shows_all_before, parts.cell_contents))
+    return parts.cell_contents
 
 
 def _is_causal_in_chunk(

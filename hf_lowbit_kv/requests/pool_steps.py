@@ -173,7 +173,7 @@ class PoolSteps:
 
     def _batch(self, rows: int) -> PooledCache:
         if rows not in self._batches:
-            self._batches[rows] = PooledCache(self.template, self.pool, rows, steps=True)
+            self._batches[rows] = PooledCache(self.template, self.pool, rows, self.device)
         return self._batches[rows]
 
     def _step(self, rows: int) -> recording.RecordedStep | None:

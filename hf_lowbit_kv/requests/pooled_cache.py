@@ -64,24 +64,22 @@ class PooledCache(LowBitCache):
     Args:
         template: a cache of the same model that has read tokens.
         rows: number of rows.
-        steps: whether it is for decode steps; otherwise for chunks of one row.
+        steps_on: for decode steps, the device of the model's inputs; `None`: it is for chunks of one row.
     """
 
-    def __init__(self, template: LowBitCache, pool: RowPool, rows: int, steps: bool = False):
+    def __init__(self, template: LowBitCache, pool: RowPool, rows: int, steps_on: torch.device | None = None):
         vars(self).update(vars(template))
         self._pool, self._rows = pool, rows
         rings = pool.memory.rings
         with torch.inference_mode(False):
             #: of the rows, see `begin_step`
-            self._numbers = torch.zeros(
-                3 + len(rings.ring_slots), rows, dtype=torch.long, device=template.packed_layers[0].device
-            )
+            self._numbers = torch.zeros(3 + len(rings.ring_slots), rows, dtype=torch.long, device=steps_on)
         stores = [
             LayerStore(state.rows(slice(0, rows)), layer.spec)
             for layer, state in zip(template.packed_layers, pool.memory.states, strict=True)
         ]
         packed = iter(stores)
-        self._rings = rings.layers(slice(0, rows), self._numbers[2:] if steps else None)
+        self._rings = rings.layers(slice(0, rows), self._numbers[2:] if steps_on is not None else None)
         sliding = iter(self._rings)
         self.layers: Any = [
             PooledLayer(layer, next(packed), pool.max_length)

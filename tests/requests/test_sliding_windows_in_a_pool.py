@@ -1,18 +1,21 @@
 """Rows of a pool in models with sliding windows: their rings of 16-bit tokens."""
 
+import time
+
 import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
 from fake_graph import in_place_of_graphs
 from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
 from tiny_architectures import tiny_model
-from tiny_vision import IMAGE_TOKEN, tiny_vision_model
+from tiny_vision import ARCHITECTURES, IMAGE_TOKEN, tiny_vision_model
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import read_once, stored_layers
+from hf_lowbit_kv.requests.request_loop import RequestLoop
 from hf_lowbit_kv.requests.ring_memory import RingShape, ring_shapes
 from hf_lowbit_kv.requests.row_pool import RowPool
 
@@ -176,6 +179,30 @@ def test_several_sequences_of_a_prompt(gemma, texts):
     assert len({tuple(tokens) for tokens in tokens_of(found)}) == 6
 
 
+def test_one_pool_serves_later_requests_and_cancelled_ones_leave_no_trace(gemma, texts):
+    ours, theirs = gemma
+    options = {"memory": 20_000_000, "max_rows": 2, "chunk_size": CHUNK, "cache_options": SMALL_PAGES}
+    loop, done = RequestLoop(ours, None, "dense", **options), []
+    try:
+        for _ in range(2):
+            done.clear()
+            requests = [{"input_ids": text, "max_new_tokens": 20, "do_sample": False} for text in texts]
+            cancelled = [loop.submit({**requests[4], "max_new_tokens": 600}, lambda result: None) for _ in range(2)]
+            while len(loop.pool.rows) < 2 and loop.alive:
+                time.sleep(0.001)
+            for request in requests:
+                loop.submit(request, done.append)
+            for ticket in cancelled:
+                ticket.cancel()
+            while len(done) < len(texts) and loop.alive:
+                time.sleep(0.01)
+            results = sorted(done, key=lambda result: result.index)
+            assert tokens_of(results) == transformers_own(theirs, texts, 20)
+    finally:
+        loop.stop()
+    assert loop.error is None
+
+
 # ---- texts that were read before --------------------------------------------------------------------------------------
 
 
@@ -250,9 +277,11 @@ def test_a_row_without_probabilities_leaves_no_trace_in_its_ring(gemma, texts, m
 # ---- models that also read images -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen2_vl"])
-def test_texts_for_a_model_that_also_reads_images(name, texts, one_thread):
-    """The class that a checkpoint with a vision tower is loaded as. Qwen2-VL has positions of three kinds."""
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_unified", "qwen2_vl"])
+def test_texts_for_a_model_that_also_reads_images(name, texts, one_thread, monkeypatch):
+    """The class that a checkpoint with a vision tower is loaded as. Qwen2-VL has positions of three kinds; masks of Gemma 4
+    unified have a part for images even if there is none."""
+    monkeypatch.setitem(ARCHITECTURES, "gemma4_unified", {"audio_config": None})
     ours, theirs = tiny_vision_model(name), tiny_vision_model(name)
     texts = [text.clamp(max=149) for text in texts[1:4]]
     found = lb.generate_many(ours, [*texts, [5, IMAGE_TOKEN, 6]], "dense", max_rows=2, **GREEDY, **FIXED)
