@@ -201,30 +201,24 @@ class PageTables(PageUser):
             ids: int64 `[B, P]`: page numbers through these blocks. lasting: bool `[B, P]`: the entries that name them; all
                 others get pages of a new block, which comes first.
         """
-        own = int((~lasting).sum())
+        count = int((~lasting).sum())
+        own = max(count, 0 if lasting.any() else 1)  # without rows, too, there is a block
         table = np.where(lasting, ids + own, 0).astype(np.int32)
-        table[~lasting] = np.arange(own)
+        table[~lasting] = np.arange(count)
         self._set([*([Block(own)] if own else []), *blocks], table, everything=True)
 
     def fork(self, n: int, full: np.ndarray, width: int) -> list[PageTables]:
-        """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row. All their other
-        pages are in a block of each one's own, before the shared blocks."""
-        shared = np.arange(width) < full[:, None]
-        count = max(int((~shared).sum()), 0 if shared.any() else 1)  # without rows, too, there is a block
-        block, place = self.located(self.table)
-        used = np.unique(block[:, :width][shared[:, : self.width]])
+        """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row."""
+        lasting = np.arange(width) < full[:, None]
+        ids = np.zeros(lasting.shape, dtype=np.int64)
+        ids[:, : self.width] = self.table[:, :width]
+        block, place = self.located(ids)
+        used = np.unique(block[lasting])
         firsts = np.zeros(len(self.blocks), dtype=np.int64)
-        firsts[used] = count + np.cumsum([0, *(len(self.blocks[each]) for each in used)])[:-1]
-        table = np.zeros(shared.shape, dtype=np.int32)
-        table[~shared] = np.arange((~shared).sum())
-        numbers = (firsts[block] + place)[:, :width]
-        table[shared] = numbers[shared[:, : self.width]]
-        forks = []
-        for _ in range(n):
-            new = PageTables.__new__(PageTables)
-            own = [Block(count)] if count else []
-            new.__setstate__(([*own, *(self.blocks[each] for each in used)], table, 0, self.change))
-            forks.append(new)
+        firsts[used] = np.cumsum([0, *(len(self.blocks[each]) for each in used)])[:-1]
+        forks = [PageTables(self.rows, 0) for _ in range(n)]
+        for fork in forks:
+            fork.adopt([self.blocks[each] for each in used], firsts[block] + place, lasting)
         return forks
 
     def undo(self, before: tuple) -> None:
