@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, dot_type, launch
-from .fused_pieces import ACTIVATIONS, activated
+from .fused_kernels import ACTIVATIONS, activated
 
 #: largest number of input rows: the fewest rows that tensor cores multiply
 MAX_ROWS = 16
@@ -187,7 +187,7 @@ def gated_product(
 
     Args:
         x, biases, tiles: as for `products`. weights: the gate's and the other one's, `[N, K]` each.
-        activation: one of `fused_pieces.ACTIVATIONS`.
+        activation: one of `fused_kernels.ACTIVATIONS`.
 
     Returns:
         `[..., N]`, contiguous.

@@ -48,7 +48,7 @@ def rows(cache: LowBitCache) -> dict[str, str]:
     return shown | {
         "length": f"{tokens} tokens" + (f" x {ready[0].batch_size} rows" if ready else ""),
         "bits per value": _bits(cache) if tokens else NOTHING,
-        "a packed token": f"{of_most[0].token_bytes:g} bytes a layer" if of_most else "known after the first call",
+        "a packed token": f"{of_most[0].token_bytes:g} bytes per layer" if of_most else "known after the first call",
         **{f"bytes: {kind}": decimal(count) for kind, count in nbytes.parts.items()},
         "total": f"{decimal(nbytes)} ({_compared(cache, nbytes)})" if tokens else f"{decimal(nbytes)}, {NOTHING}",
     }

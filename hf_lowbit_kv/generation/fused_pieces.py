@@ -144,7 +144,7 @@ class Norm(Piece):
         if variant == "torch":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         check_kernels(x.device)
-        from ..triton_kernels.fused_pieces import rms_norm
+        from ..triton_kernels.fused_kernels import rms_norm
 
         return rms_norm(x, weight, self.eps, self.offset)
 
@@ -198,7 +198,7 @@ class Rotary(Piece):
         if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or turned > q.shape[-1] or cos.shape[1] != q.shape[2]:
             raise NotFusedError("cosines of an unusual shape")
         check_kernels(q.device)
-        from ..triton_kernels.fused_pieces import rotary
+        from ..triton_kernels.fused_kernels import rotary
 
         return rotary(*args, shared=self.shared)
 
@@ -254,7 +254,7 @@ class Gate(Piece):
     def kernels(self, variant: str, x: torch.Tensor) -> torch.Tensor:
         check_kernels(x.device)
         if variant == "gate":
-            from ..triton_kernels.fused_pieces import gated
+            from ..triton_kernels.fused_kernels import gated
 
             return gated(*self._products(x), self.activation)
         from ..triton_kernels.fused_products import gated_product

@@ -570,10 +570,10 @@ def test_enabled_models_fuse(graphs):
     model = model_of("llama", torch.float32)
     ids = left_padded(1, 40)[0]
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    for fuse, said in ((True, "norms 5/5"), (False, "nothing: fuse=False")):
+    for fuse, expected in ((True, "norms 5/5"), (False, "nothing: fuse=False")):
         with lb.enable(model, "kivi-2", fuse=fuse):
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        assert f"recorded; fused: {said}" in summary_of(out)
+        assert f"recorded; fused: {expected}" in summary_of(out)
 
 
 # ---- what the user has compiled ---------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ def test_a_token_takes_644_bytes():
     with torch.no_grad():
         ours(**prompt(tokens=130), past_key_values=cache)
     assert cache.layers[0].store.token_bytes == 512 + 4 + 64 * 2 == 644
-    assert "644 bytes a layer" in cache.summary()
+    assert "644 bytes per layer" in cache.summary()
     nbytes = cache.nbytes
     assert nbytes.codes + nbytes.metadata == 2 * 2 * 256 * 644, "two layers, two rows, two pages"
     assert nbytes.window == 0

@@ -88,8 +88,8 @@ vision tower keeps its own attention. The table above has only the text models o
 
 {image_table}
 Models of the Qwen-VL kind keep positions outside of their cache (`rope_deltas`). A low-bit cache remembers those of its
-text. `lb.generate` and enabled models give them back to the model before the text goes on: after other texts, in a fork,
-or in another process. A plain `model.generate` that would go on with another text's positions raises an error.
+text. `lb.generate` and enabled models give them back to the model before the text continues: after other texts, in a fork,
+or in another process. A plain `model.generate` that would continue with another text's positions raises an error.
 
 ## RoPE that changes with the length
 
@@ -107,7 +107,7 @@ length there is no difference. A text that passes it:
 | your own `prefill_chunk_size`, a further turn with `cache=` | as with transformers' cache, with a warning: another answer |
 
 Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text grows beyond
-`original_max_position_embeddings` (4096 tokens in Phi-3.5 and Phi-4-mini), and go on in full precision. `lb.generate` and
+`original_max_position_embeddings` (4096 tokens in Phi-3.5 and Phi-4-mini), and continue in full precision. `lb.generate` and
 enabled models keep the low-bit cache: the step that passes the length reads the whole text again, once. A plain
 `model.generate(past_key_values=cache)` loses the cache there, so making one warns.
 

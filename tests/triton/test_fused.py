@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from marked import slow_case
 
 from hf_lowbit_kv.triton_kernels import common, fused_products
-from hf_lowbit_kv.triton_kernels.fused_pieces import ACTIVATIONS, gated, rms_norm, rotary
+from hf_lowbit_kv.triton_kernels.fused_kernels import ACTIVATIONS, gated, rms_norm, rotary
 from hf_lowbit_kv.triton_kernels.fused_products import gated_product, products
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

@@ -21,7 +21,7 @@ from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import Chunk
 from hf_lowbit_kv.triton_kernels import (
     entry_points,
-    fused_pieces,
+    fused_kernels,
     fused_products,
     prompt,
     read,
@@ -152,11 +152,11 @@ def test_latents_compile(content, layout, compiled):
 def test_fused_pieces(dtype, compiled):
     q, k = (torch.zeros(8, n, 1, 128, dtype=dtype) for n in (32, 8))
     cos = torch.zeros(8, 1, 128, dtype=dtype)
-    fused_pieces.rotary(q, k, cos, cos)
-    fused_pieces.rotary(q, k, cos[..., :32], cos[..., :32])
-    fused_pieces.rms_norm(torch.zeros(8, 1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 1e-5, 1.0)
-    for activation in fused_pieces.ACTIVATIONS:
-        fused_pieces.gated(*torch.zeros(2, 8, 1, 14336, dtype=dtype), activation)
+    fused_kernels.rotary(q, k, cos, cos)
+    fused_kernels.rotary(q, k, cos[..., :32], cos[..., :32])
+    fused_kernels.rms_norm(torch.zeros(8, 1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 1e-5, 1.0)
+    for activation in fused_kernels.ACTIVATIONS:
+        fused_kernels.gated(*torch.zeros(2, 8, 1, 14336, dtype=dtype), activation)
     assert {"rotary_kernel", "rms_norm_kernel", "gate_kernel"} <= set(compiled)
 
 
