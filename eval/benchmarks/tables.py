@@ -8,9 +8,7 @@ seconds.
     <!-- end of results -->
 
 A record counts only if its preset still has the record's formats (`result_files.current_records`), and an accuracy
-record only if its preset still stores the same bytes (`measure.definition`). The newest such record is used. The
-figures of the two essays come from `accuracy-smollm2.jsonl`. Presets without records there use
-`perplexity-smollm2.jsonl`, which has no percentiles.
+record only if its preset still stores the same bytes (`measure.definition`). The newest such record is used.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from hf_lowbit_kv.eval.benchmarks import baselines, bench_memory, measure, model
 from hf_lowbit_kv.eval.benchmarks.page_tables import BENCHMARKS, benchmarks_page
 from hf_lowbit_kv.eval.benchmarks.result_files import Record, current_records, listed, markdown_table, newest
 from hf_lowbit_kv.eval.preset_search import plot
-from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
+from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 
 ROOT = RESULTS.parents[1]
 PAGES = (
@@ -48,8 +46,6 @@ PAGES = (
     "README.md",
 )
 PICTURE = "docs/pareto.png"
-#: records of `eval.accuracy`
-EARLIER = results_path("perplexity", "smollm2")
 ESSAYS = ("worked.txt", "popular.txt")
 TRANSCRIPT, JARGON = "transcript", "jargon"
 #: number of tokens at which bits are computed, with a 16-bit window and the bundled model's heads
@@ -70,7 +66,7 @@ class PresetRow(NamedTuple):
     jargon: Record | None = None
 
 
-def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRow]:
+def load(accuracy: Path = measure.OUT) -> list[PresetRow]:
     """Every preset that has records, in the order of bits.
 
     Raises:
@@ -90,21 +86,9 @@ def load(accuracy: Path = measure.OUT, earlier: Path = EARLIER) -> list[PresetRo
             current[preset] = measure.definition(preset)
         if record["definition"] == current[preset] and all(record.get(key) == value for key, value in same):
             last[preset, record["text"]] = record
-    before = {
-        record["preset"]: record
-        for record in current_records(earlier)
-        if record["texts"] == list(ESSAYS) and all(record.get(key) == value for key, value in same)
-    }
-    names = dict.fromkeys([*(preset for preset, _ in last), *before])
     rows = [
-        PresetRow(
-            name,
-            bits(name),
-            _essays(name, last) or before.get(name),
-            last.get((name, TRANSCRIPT)),
-            last.get((name, JARGON)),
-        )
-        for name in names
+        PresetRow(name, bits(name), _essays(name, last), last.get((name, TRANSCRIPT)), last.get((name, JARGON)))
+        for name in dict.fromkeys(preset for preset, _ in last)
     ]
     return sorted(rows, key=lambda row: (row.bits, row.preset))
 

@@ -10,7 +10,6 @@ from cases import tiny_models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.accuracy import BANDS, table
 from hf_lowbit_kv.eval.perplexity import Expected, Scores, chunk_bounds, position_edges, run
 from hf_lowbit_kv.eval.perplexity import score as perplexity_score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
@@ -242,10 +241,3 @@ def test_bad_input(model, texts):
         score(["kivi-2"], [latin], model)
     with pytest.raises(FileNotFoundError):
         score(["kivi-2"], [texts[0].with_name("none.txt")], model)
-
-
-def test_band_table():
-    inside = {"preset": "int8", "bits_per_value": 8.5, "ppl": 22.0, "ppl_full": 22.0, "kl": 0.0003, "top1": 0.99}
-    rows = [inside, inside | {"kl": 0.01}, inside | {"preset": "dense"}]
-    assert [list(column.cells) for column in table(rows).columns][-1] == ["within", "OUTSIDE", ""]
-    assert not BANDS["kivi-4-sink"].holds({"kl": 0.001, "top1": 0.9})

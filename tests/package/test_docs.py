@@ -138,7 +138,7 @@ def test_modules_that_pages_and_notebooks_run_and_import_exist():
         commands |= set(re.findall(r"-m[\s\",]+(hf_lowbit_kv(?:[\w.]*\w)?)", text))
         for module, names in re.findall(r"from (hf_lowbit_kv[\w.]*) import ([\w, ]+)", text):
             imports |= {(module, name.split(" as ")[0].strip()) for name in names.split(",")}
-    assert {"hf_lowbit_kv", "hf_lowbit_kv.eval.accuracy", "hf_lowbit_kv.eval.benchmarks.bench_decode"} <= commands
+    assert {"hf_lowbit_kv", "hf_lowbit_kv.eval.benchmarks.bench_decode"} <= commands
     assert ("hf_lowbit_kv.eval.local_models", "load_model") in imports
     assert [name for name in sorted(commands) if importlib.util.find_spec(name) is None] == []
     assert [f"from {module} import {name}" for module, name in sorted(imports) if not has(module, name)] == []
