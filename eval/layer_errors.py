@@ -20,7 +20,7 @@ from hf_lowbit_kv.cache.attention_function import lowbit_attention
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.cache.registration import register
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 from .perplexity import check_window, chunk_bounds, window_tokens
 from .texts import Text, read_text
@@ -58,7 +58,7 @@ def run(
     check_window(model, context, start)
     caches = {name: from_preset(name, model, **overrides or {}) for name in presets}
     for cache in caches.values():
-        if cache.spec.reading.name != "separate":
+        if cache.spec.attention_kind.name != "separate":
             raise ValueError(f"model_type={model.config.model_type!r} stores a latent: there are no keys to look at")
     (ids,) = window_tokens(read_text(text), tokenizer, context, 1)
     rows: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def _through(layer: LowBitLayer, query, key, value, bounds: Sequence[int], scali
     for low, high in itertools.pairwise(bounds):
         q, k, v = query[:, :, low:high], key[:, :, low:high], value[:, :, low:high]
         layer.update(k, v)
-        parts.append(layer.step(Chunk(q, k, v, None, scaling, softcap, sinks)))
+        parts.append(layer.step(StepInputs(q, k, v, None, scaling, softcap, sinks)))
     layer.reset()
     return torch.cat(parts, dim=1)
 

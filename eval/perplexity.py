@@ -32,7 +32,7 @@ from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.reference import plain_attention, restored, transformed
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 from .bootstrap import error_of_mean
 from .cache_sizes import LONG, Factory, sizes
@@ -378,24 +378,26 @@ def _attend_in_one_pass(cache: Any, bounds: Sequence[int]) -> None:
         ValueError: the two streams of a layer are not keys and values.
     """
     for layer in cache.packed_layers:
-        if layer.spec.reading.name != "separate":
-            raise ValueError(f"reading {layer.spec.reading.name!r} is not offered in one pass; use parallel=False")
+        if layer.spec.attention_kind.name != "separate":
+            raise ValueError(
+                f"attention kind {layer.spec.attention_kind.name!r} is not offered in one pass; use parallel=False"
+            )
         layer.step = layer.attend = functools.partial(_step_of_text, layer, tuple(bounds))
 
 
-def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tensor:
+def _step_of_text(layer: Any, bounds: Sequence[int], inputs: StepInputs) -> torch.Tensor:
     """Replaces `LowBitLayer.step` and `attend` for a whole text. Returns `[B, n, Hq, D]`."""
-    if chunk.mask is not None:
+    if inputs.mask is not None:
         raise ValueError("padding is not offered in one pass; use parallel=False")
-    spec, dtype, scaling, softcap, sinks = layer.spec, chunk.k.dtype, *chunk[4:7]
-    mapped = transformed(chunk, layer.store)
+    spec, dtype, scaling, softcap, sinks = layer.spec, inputs.k.dtype, *inputs[4:7]
+    mapped = transformed(inputs, layer.store)
     q, k, v = mapped.queries.float(), mapped.k.float(), mapped.v.float()
     tensors = layer.store.tensors()
     packed = [spec.paged_after(max(start - spec.sink, 0)) for start in bounds[:-1]]
     whole = slice(spec.sink, spec.sink + packed[-1])
     decoded_k = _decoded(spec.key_format, k[:, :, whole], spec.page_size, dtype, tensors["key_format"])
     decoded_v = _decoded(spec.value_format, v[:, :, whole], spec.page_size, dtype, tensors["value_format"])
-    position, before = torch.arange(k.shape[2], device=k.device), chunk.tokens_before
+    position, before = torch.arange(k.shape[2], device=k.device), inputs.tokens_before
     outputs = []
     for (start, high), seen in zip(itertools.pairwise(bounds), packed, strict=True):
         if (low := max(start, before)) >= high:
@@ -410,10 +412,10 @@ def _step_of_text(layer: Any, bounds: Sequence[int], chunk: Chunk) -> torch.Tens
                 part, keys, values, attn_mask=allowed, scale=scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            lacking = None if mapped.lacking is None else mapped.lacking[:, :, low - before : high - before]
-            out = plain_attention(part, keys, values, allowed, scaling, softcap, sinks, lacking)
+            score_bias = None if mapped.score_bias is None else mapped.score_bias[:, :, low - before : high - before]
+            out = plain_attention(part, keys, values, allowed, scaling, softcap, sinks, score_bias)
         outputs.append(out)
-    return restored(torch.cat(outputs, 1).to(chunk.queries.dtype), layer.store)
+    return restored(torch.cat(outputs, 1).to(inputs.queries.dtype), layer.store)
 
 
 def _as_stored(x: torch.Tensor, decoded: torch.Tensor, sink: int, seen: int, end: int) -> torch.Tensor:

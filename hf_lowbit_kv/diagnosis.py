@@ -61,7 +61,8 @@ class Diagnosis(dict):
         devices: per GPU `{"name", "capability", "memory_bytes"}`. `capability` is e.g. "9.0", or the architecture of an
             AMD GPU ("gfx942"). Values that torch does not report are `None`.
         kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels on disk.
-        backends: per pair of formats `{"keys", "values", "reading", "presets", "backend", "why"}`. `reading` is "separate" for
+        backends: per pair of formats `{"keys", "values", "attention_kind", "presets", "backend", "why"}`. `attention_kind`
+            is "separate" for
             keys and values, "latent" for MLA. `backend` is `None` if no backend supports the pair. `why` is the
             reason why no faster backend is used, or `None`.
         check: one attention step over packed pages `{"preset", "device", "dtype", "backend", "tokens",
@@ -254,11 +255,11 @@ def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for preset in preset_names():
         layer = _layer(preset)
-        pair = str(layer.spec.key_format), str(layer.spec.value_format), str(layer.spec.reading.name)
+        pair = str(layer.spec.key_format), str(layer.spec.value_format), str(layer.spec.attention_kind.name)
         if pair in rows:
             rows[pair]["presets"].append(preset)
             continue
-        row: dict[str, Any] = dict(zip(("keys", "values", "reading"), pair)) | {
+        row: dict[str, Any] = dict(zip(("keys", "values", "attention_kind"), pair)) | {
             "presets": [preset],
             "backend": None,
             "why": None,
@@ -278,7 +279,7 @@ def _backends(device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
 
 def _initialize(layer: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Initialize a layer, which chooses its backend."""
-    if layer.spec.reading.name == "latent":
+    if layer.spec.attention_kind.name == "latent":
         sizes = (_LATENT["kv_lora_rank"], _LATENT["qk_rope_head_dim"])
         layer.lazy_initialization(*(torch.zeros(1, 1, 1, size, device=device, dtype=dtype) for size in sizes))
     else:

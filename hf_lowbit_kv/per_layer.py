@@ -79,8 +79,8 @@ def layer_specs(
         layer_spec = _changed(spec, choices[index], index, config, model_side) if index in choices else spec
         by_layer[index] = (
             layer_spec
-            if layer_spec.reading == model_side.reading
-            else dataclasses.replace(layer_spec, reading=model_side.reading)
+            if layer_spec.attention_kind == model_side.attention_kind
+            else dataclasses.replace(layer_spec, attention_kind=model_side.attention_kind)
         )
     return by_layer
 
@@ -122,10 +122,11 @@ def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, model_sid
 
 def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, model_side: ModelSide) -> LayerSpec:
     preset = get_preset(choice) if isinstance(choice, str) else choice
-    if preset.reading not in (None, model_side.reading.name):
+    if preset.attention_kind not in (None, model_side.attention_kind.name):
         raise ValueError(
-            f"{preset.name!r} does not fit: this layer of model_type={config.model_type!r} is {model_side.reading.name!r}, "
-            f"but the preset is for {preset.reading!r}"
+            f"{preset.name!r} does not fit: this layer of model_type={config.model_type!r} is "
+            f"{model_side.attention_kind.name!r}, "
+            f"but the preset is for {preset.attention_kind!r}"
         )
     return dataclasses.replace(preset.spec(), page_size=spec.page_size)
 

@@ -100,24 +100,29 @@ class Preset:
     residual: int = 128
     transform: str = "none"
     value_transform: str = "none"
-    reading: str | None = None
+    attention_kind: str | None = None
     """attention kind of the layers, "separate" or "latent"; `None`: either"""
 
     def spec(self) -> LayerSpec:
         """The `LayerSpec` of this preset."""
         from .formats import parse_format
+        from .storage.attention_kinds import parse_attention_kind
         from .storage.layer_spec import LayerSpec
-        from .storage.readings import parse_reading
         from .storage.transforms import parse_transform
 
         formats = parse_format(self.key_format), parse_format(self.value_format)
         parts = (
             parse_transform(self.transform),
             parse_transform(self.value_transform),
-            parse_reading(self.reading or "separate"),
+            parse_attention_kind(self.attention_kind or "separate"),
         )
         return LayerSpec(
-            *formats, self.sink, self.residual, key_transform=parts[0], value_transform=parts[1], reading=parts[2]
+            *formats,
+            self.sink,
+            self.residual,
+            key_transform=parts[0],
+            value_transform=parts[1],
+            attention_kind=parts[2],
         )
 
 
@@ -143,9 +148,15 @@ _PLAIN = {
         Preset("k4v2", "int4-channel", "int2-token", "keys finer than values"),
         Preset("k2v4", "int2-channel", "int4-token", "values finer than keys"),
         Preset("k8v4", "int8-channel", "int4-token", "keys finer than values"),
-        Preset("fp8", "fp8-centered", "fp8", "FP8 (e4m3), a scale per token, keys minus a center", reading="separate"),
-        Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, reading="latent"),
-        Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, reading="latent"),
+        Preset(
+            "fp8",
+            "fp8-centered",
+            "fp8",
+            "FP8 (e4m3), a scale per token, keys minus a center",
+            attention_kind="separate",
+        ),
+        Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, attention_kind="latent"),
+        Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, attention_kind="latent"),
         _eigen("eigen-2", "static-54222100", "static-2-tn"),
         _eigen("eigen-2-trellis", "static-54222100", "trellis-2"),
         _eigen("eigen-3", "static-64332222", "static-3-tn"),
@@ -213,7 +224,7 @@ def register_preset(
     residual: int = 128,
     transform: str = "none",
     value_transform: str = "none",
-    reading: Literal["separate", "latent"] | None = None,
+    attention_kind: Literal["separate", "latent"] | None = None,
     note: str = "registered",
 ) -> Preset:
     """Register a preset. `from_preset`, `generate`, `enable` and all commands then accept its name, also with suffixes.
@@ -221,7 +232,7 @@ def register_preset(
     Args:
         name: a new name. Names of other presets with suffixes are taken.
         key_format, value_format, transform, value_transform: names. sink, residual: numbers of tokens.
-        reading: attention kind of the layers; `None`: either. note: origin of the preset, for tables.
+        attention_kind: of the layers; `None`: either. note: origin of the preset, for tables.
 
     Raises:
         ValueError: the name is taken or not a word, or a format, a transform or a number is not allowed. Nothing is
@@ -238,7 +249,7 @@ def register_preset(
         raise ValueError(f"name={name!r} is not allowed; it must be a word without spaces, commas, '|' and '/'")
     if (taken := _derive(name)) is not None:
         raise ValueError(f"preset name {name!r} is taken (keys {taken.key_format!r}, values {taken.value_format!r})")
-    preset = Preset(name, key_format, value_format, note, sink, residual, transform, value_transform, reading)
+    preset = Preset(name, key_format, value_format, note, sink, residual, transform, value_transform, attention_kind)
     preset.spec()  # raises if a part is not allowed
     _PLAIN[name] = PRESETS[name] = preset
     return preset

@@ -44,15 +44,16 @@ def _start(BLOCK_M: tl.constexpr, T: tl.constexpr, VP: tl.constexpr):
 
 @triton.jit
 def _walk_pages(
-    carried, q_rows, q_stride_d, rows_valid, pool, table, head_offset, record_k, record_v, first, last, paged, factor, lacking,
-    softcap, PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH: tl.constexpr,
+    carried, q_rows, q_stride_d, rows_valid, pool, table, head_offset, record_k, record_v, first, last, paged, factor,
+    score_bias, softcap, PREPARE: tl.constexpr, FETCH_K: tl.constexpr, FETCH_V: tl.constexpr, SCORES: tl.constexpr, WEIGH:
+    tl.constexpr,
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, VALUE_AT: tl.constexpr, PAGE: tl.constexpr,
-    OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    OPEN_PAGES: tl.constexpr, DOT: tl.constexpr, HAS_SCORE_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DEFER: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Attend to pages `first` to `last` of a row.
 
-    lacking `[M]`: HAS_LACKING: added to the scores of each row.
+    score_bias `[M]`: HAS_SCORE_BIAS: added to the scores of each row.
     table: the row's page addresses. head_offset: bytes from a page's start to this head's data. record_k, record_v: the
     KV head's parameters. DEFER: sum `l` and `z` across the tile's columns once at the end, not in every tile.
     """
@@ -83,8 +84,8 @@ def _walk_pages(
         next_values = FETCH_V(next_page + VALUE_AT, next_n0, next_valid, BLOCK_N, VP)
 
         s = SCORES(page, record_k, prepared, keys, n0, valid, factor, DOT, BLOCK_N, T, KP)
-        if HAS_LACKING:
-            s += tl.expand_dims(lacking, T)
+        if HAS_SCORE_BIAS:
+            s += tl.expand_dims(score_bias, T)
         s = _capped(s, softcap, HAS_SOFTCAP)
         s, inverse, offset = WEIGH(page + VALUE_AT, values, s, n0, valid, BLOCK_N, T, VP)
         if OPEN_PAGES:
@@ -116,8 +117,8 @@ def _walk_pages(
 
 @triton.jit
 def _window_tile(
-    carried, q, k_rows, v_rows, k_stride, v_stride, tokens_valid, visible, factor, lacking, softcap,
-    DQ: tl.constexpr, VP: tl.constexpr, DOT: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    carried, q, k_rows, v_rows, k_stride, v_stride, tokens_valid, visible, factor, score_bias, softcap,
+    DQ: tl.constexpr, VP: tl.constexpr, DOT: tl.constexpr, HAS_SCORE_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     """Attend to one tile of tokens in the model's dtype. Pointers `[N]`; tokens_valid `[N]`; visible broadcasts to the
@@ -125,8 +126,8 @@ def _window_tile(
     m, l, z, acc = carried
     k = load_plane(k_rows, k_stride, tokens_valid, 0, DQ).to(DOT)
     s = query_dot(q, tl.trans(k) if T == 1 else k, None, T) * factor
-    if HAS_LACKING:
-        s += tl.expand_dims(lacking, T)
+    if HAS_SCORE_BIAS:
+        s += tl.expand_dims(score_bias, T)
     s = tl.where(visible, _capped(s, softcap, HAS_SOFTCAP), float("-inf"))
     new_m = tl.maximum(m, tl.max(s, T))
     decay = tl.exp2(m - new_m)
@@ -144,12 +145,12 @@ def _window_tile(
 
 @triton.jit
 def _walk_window(
-    carried, q, q_token, last_token, bh, length, paged, factor, lacking, softcap,
+    carried, q, q_token, last_token, bh, length, paged, factor, score_bias, softcap,
     k, k_stride_s, k_stride_d, v, v_stride_s, v_stride_d, mask, mask_stride_s,
     sink_k, sink_v, tail_k, tail_v, tokens, split,
     DQ: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, TAIL_SPLIT: tl.constexpr, SINK: tl.constexpr,
     TAIL: tl.constexpr, HAS_MASK: tl.constexpr,
-    DOT: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr, HAS_SCORE_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Attend to sink, tail ring, and the new tokens up to the tile's `last_token`.
@@ -175,7 +176,7 @@ def _walk_window(
             position = bh * SINK + index
             carried = _window_tile(
                 carried, q, sink_k + position * DK, sink_v + position * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
-                factor, lacking, softcap, DQ, VP, DOT, HAS_LACKING, HAS_SOFTCAP, T,
+                factor, score_bias, softcap, DQ, VP, DOT, HAS_SCORE_BIAS, HAS_SOFTCAP, T,
             )  # fmt: skip
     if TAIL > 0:
         for n0 in tl.range(tail_first, tail_end, BLOCK_N, num_stages=STAGES):
@@ -184,7 +185,7 @@ def _walk_window(
             position = bh * TAIL + index % TAIL
             carried = _window_tile(
                 carried, q, tail_k + position * DK, tail_v + position * DV, 1, 1, valid, tl.expand_dims(valid, 1 - T),
-                factor, lacking, softcap, DQ, VP, DOT, HAS_LACKING, HAS_SOFTCAP, T,
+                factor, score_bias, softcap, DQ, VP, DOT, HAS_SCORE_BIAS, HAS_SOFTCAP, T,
             )  # fmt: skip
     for n0 in tl.range(0, chunk_end, BLOCK_N, num_stages=STAGES):
         index = n0 + block
@@ -194,8 +195,8 @@ def _walk_window(
         position = index.to(tl.int64)
         carried = _window_tile(
             carried, q, k + position * k_stride_s, v + position * v_stride_s, k_stride_d, v_stride_d, valid,
-            tl.expand_dims(valid, 1 - T) & (tl.expand_dims(index, 1 - T) <= tl.expand_dims(q_token, T)), factor, lacking,
-            softcap, DQ, VP, DOT, HAS_LACKING, HAS_SOFTCAP, T,
+            tl.expand_dims(valid, 1 - T) & (tl.expand_dims(index, 1 - T) <= tl.expand_dims(q_token, T)), factor, score_bias,
+            softcap, DQ, VP, DOT, HAS_SCORE_BIAS, HAS_SOFTCAP, T,
         )  # fmt: skip
     return carried
 
@@ -216,7 +217,7 @@ def _finish(carried, rows, rows_valid, lse_rows, out_type, SPLIT: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["tokens", "pages", "page_splits"])
 def attend_kernel(
-    q, k, v, mask, sinks, lacking, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, out, lse,
+    q, k, v, mask, sinks, score_bias, pool, address, sink_k, sink_v, tail_k, tail_v, length, paged, out, lse,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, k_stride_b, k_stride_h, k_stride_s, k_stride_d,
     v_stride_b, v_stride_h, v_stride_s, v_stride_d, mask_stride_b, mask_stride_s,
     record_k, record_v, record_stride_k, record_stride_v, heads, tokens, pages, page_splits, scaling, softcap,
@@ -224,7 +225,7 @@ def attend_kernel(
     ADD: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
     DQ: tl.constexpr, DV: tl.constexpr, GROUPS: tl.constexpr, SINK: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr,
     PAGE_BYTES: tl.constexpr, VALUE_AT: tl.constexpr, OPEN_PAGES: tl.constexpr, SPLIT: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCORE_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW_N: tl.constexpr,
     WINDOW_SPLITS: tl.constexpr, TAIL_SPLIT: tl.constexpr, DEFER: tl.constexpr, T: tl.constexpr,
     PDL: tl.constexpr,
@@ -249,8 +250,10 @@ def attend_kernel(
     stored, packed = tl.load(length + bh), tl.load(paged + bh)
     factor = scaling if HAS_SOFTCAP else scaling * LOG2E
     added = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_LACKING:
-        added = tl.load(lacking + (b * heads * GROUPS + q_head) * tokens + q_token, mask=rows_valid, other=0.0) * factor
+    if HAS_SCORE_BIAS:
+        added = (
+            tl.load(score_bias + (b * heads * GROUPS + q_head) * tokens + q_token, mask=rows_valid, other=0.0) * factor
+        )
 
     split = tl.program_id(1)
     lse_rows = lse
@@ -270,7 +273,7 @@ def attend_kernel(
         carried = _walk_pages(
             carried, q_rows, q_stride_d, rows_valid, pool, address + b * pages, h * PAGE_BYTES,
             record_k + h * record_stride_k, record_v + h * record_stride_v, first, last, packed, factor, added,
-            softcap, PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_LACKING,
+            softcap, PREPARE, FETCH_K, FETCH_V, SCORES, WEIGH, ADD, KP, VP, VALUE_AT, PAGE, OPEN_PAGES, DOT, HAS_SCORE_BIAS,
             HAS_SOFTCAP, BLOCK_M, BLOCK_N, DEFER, T,
         )  # fmt: skip
     if (not SPLIT) or split < WINDOW_SPLITS:
@@ -283,7 +286,7 @@ def attend_kernel(
             k + b * k_stride_b + h * k_stride_h, k_stride_s, k_stride_d,
             v + b * v_stride_b + h * v_stride_h, v_stride_s, v_stride_d, mask + b * mask_stride_b, mask_stride_s,
             sink_k, sink_v, tail_k, tail_v, tokens, split, DQ, DV, VP, TAIL_SPLIT if SPLIT else 0, SINK, TAIL, HAS_MASK,
-            DOT, HAS_LACKING, HAS_SOFTCAP, WINDOW_N, STAGES, T,
+            DOT, HAS_SCORE_BIAS, HAS_SOFTCAP, WINDOW_N, STAGES, T,
         )  # fmt: skip
     if HAS_SINKS and not SPLIT:
         m, l, z, acc = carried

@@ -20,7 +20,7 @@ TRANSFORM_ROWS = 4
 DEFAULT_PROCESSORS = 132
 
 #: a backend attends directly to packed pages for up to this many query rows of a KV head (tokens x heads of its group);
-#: `prompt.py` serves longer chunks. Near here both take equally long on an H200; for `cuda`
+#: `prompt.py` serves more query rows. Near here both take equally long on an H200; for `cuda`
 #: the limit is a bit lower
 FUSED_ROWS = {"triton": 128, "cuda": 256}
 #: largest size in bytes of the buffer that `prompt.py` unpacks into, and of the results that it carries from stretch to

@@ -15,7 +15,7 @@ from ..formats.base import FIELD_ALIGNMENT
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import LayerStore
 from ..storage.reference import restored, transformed_with
-from ..storage.step import Chunk, Operations
+from ..storage.step import Operations, StepInputs
 from ..storage.transforms import Transform, base_order, hadamard
 from . import dense, prompt
 from .append import append_counters_kernel, append_one_kernel, append_pages_kernel, append_window_kernel
@@ -146,18 +146,18 @@ class TritonOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        return restored(_attend(transformed_with(transform, chunk, store), store), store)
+    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        return restored(_attend(transformed_with(transform, inputs, store), store), store)
 
-    def append(self, chunk: Chunk, store: LayerStore) -> None:
-        _append(transformed_with(transform, chunk._replace(q=None), store), store)
+    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+        _append(transformed_with(transform, inputs._replace(q=None), store), store)
 
-    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
         """Tokens are transformed once. The attend kernel is not launched before the end of the transform's kernel
         (`_chained`), because that was up to 9 % slower."""
-        chunk = transformed_with(transform, chunk, store)
-        out = _attend(chunk, store)
-        _append(chunk, store)
+        inputs = transformed_with(transform, inputs, store)
+        out = _attend(inputs, store)
+        _append(inputs, store)
         return restored(out, store)
 
     def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,15 +167,15 @@ class TritonOperations(Operations):
 OPERATIONS = TritonOperations()
 
 
-def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    """`attend` for a chunk that is already transformed."""
-    q, k, v, mask, scaling, softcap, sinks, _, lacking = chunk.queries, *chunk[1:]
+def _attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    """`attend` for inputs that are already transformed."""
+    q, k, v, mask, scaling, softcap, sinks, _, score_bias = inputs.queries, *inputs[1:]
     state, spec = store.state, store.spec
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     groups, pages = q_heads // heads, state.page_address.shape[1]
     rows = groups * tokens
     if rows > FUSED_ROWS["triton"] or not attends_packed(spec):
-        return prompt.attend(chunk, store)
+        return prompt.attend(inputs, store)
     sides = _prepare(k, v, spec)
     (record_k, stride_k), (record_v, stride_v) = format_records(store)
     widths = max(head_dim_k, head_dim_v), sides.key_width, sides.value_width
@@ -194,7 +194,7 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         attend_kernel,
         (batch * heads, all_splits, blocks),
         *(q, k, v, q if mask is None else mask.view(torch.uint8), q if sinks is None else sinks),
-        q if lacking is None else lacking,
+        q if score_bias is None else score_bias,
         *(state.pool[0], state.page_address, state.sink_k, state.sink_v, state.tail_k, state.tail_v),
         *(state.length, state.paged, partial, lse, *q.stride(), *k.stride(), *v.stride()),
         *((0, 0) if mask is None else mask.stride()),
@@ -221,7 +221,7 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         SPLIT=splits > 1,
         HAS_MASK=mask is not None,
         HAS_SINKS=sinks is not None,
-        HAS_LACKING=lacking is not None,
+        HAS_SCORE_BIAS=score_bias is not None,
         HAS_SOFTCAP=softcap is not None,
         DOT=dot_type(q.dtype),
         BLOCK_M=config.block_m,
@@ -254,9 +254,9 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
     return out
 
 
-def _append(chunk: Chunk, store: LayerStore) -> None:
+def _append(inputs: StepInputs, store: LayerStore) -> None:
     """`append` for keys and values that are already transformed."""
-    (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
+    (k, v, mask), state, spec = inputs[1:4], store.state, store.spec
     batch, heads, tokens, _ = k.shape
     if tokens == 0:
         return

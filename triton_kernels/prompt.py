@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..storage.paged_store import LayerStore
-from ..storage.step import Chunk
+from ..storage.step import StepInputs
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, cdiv, dot_type, next_power_of_2, padded_width
 from .common import launch as _launch
@@ -49,9 +49,9 @@ def _load(rows, valid, D: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _walk_buffer(
-    carried, q, more, keys, values, start, stop, last, factor, lacking, softcap,
+    carried, q, more, keys, values, start, stop, last, factor, score_bias, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, DOT: tl.constexpr,
-    SHARED: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr, HAS_SCORE_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to tokens `start` to `stop` of the buffer. Returns `carried` with these tokens: running maximum `[M]`, sum of
@@ -59,7 +59,7 @@ def _walk_buffer(
 
     MASKED: each query row attends up to its token `last` `[M]`. Otherwise to all, in whole tiles.
     SHARED: `q` has the queries' channels for the first stream, `more` those for the second.
-    HAS_LACKING: `lacking` `[M]` is added to all products of a row (`Chunk.lacking`).
+    HAS_SCORE_BIAS: `score_bias` `[M]` is added to all products of a row (`StepInputs.score_bias`).
     factor, above 0: product times `factor` is a score to base 2. With HAS_SOFTCAP it is a natural score, before the softcap.
     """
     m, l, acc = carried
@@ -72,8 +72,8 @@ def _walk_buffer(
         if SHARED:
             rest = _load(values + index * DV, valid, DV, DV_PADDED, MASKED).to(DOT)
             s = tl.dot(more, tl.trans(rest), s, input_precision="ieee")
-        if HAS_LACKING:
-            s += lacking[:, None]
+        if HAS_SCORE_BIAS:
+            s += score_bias[:, None]
         scale = factor
         if HAS_SOFTCAP:
             s = _capped(s * factor, softcap, True)
@@ -93,11 +93,11 @@ def _walk_buffer(
 
 @triton.jit(do_not_specialize=["position_stride_b", "tokens", "before", "first", "count", "splits", "final"])
 def prompt_kernel(
-    q, keys, values, position, sinks, lacking, length, partial, lse, out,
+    q, keys, values, position, sinks, score_bias, length, partial, lse, out,
     q_stride_b, q_stride_h, q_stride_s, q_stride_d, position_stride_b,
-    lacking_stride_b, lacking_stride_h, heads, tokens, before, first, count, splits, final, scaling, softcap,
+    bias_stride_b, bias_stride_h, heads, tokens, before, first, count, splits, final, scaling, softcap,
     DK: tl.constexpr, DV: tl.constexpr, DK_PADDED: tl.constexpr, DV_PADDED: tl.constexpr, GROUPS: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LACKING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCORE_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     DOT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Attend to one stretch. Grid (sequence * KV head, split, block of BLOCK_M query rows). A KV head has `tokens` times
@@ -153,19 +153,19 @@ def prompt_kernel(
                 q_rows[:, None] + (DK + rest) * q_stride_d, mask=rows_valid[:, None] & (rest < DV), other=0.0
             ).to(DOT)
         added = tl.zeros((BLOCK_M,), tl.float32)
-        if HAS_LACKING:
-            pointers = lacking + b * lacking_stride_b + q_head * lacking_stride_h + token
+        if HAS_SCORE_BIAS:
+            pointers = score_bias + b * bias_stride_b + q_head * bias_stride_h + token
             added = tl.load(pointers, mask=rows_valid, other=0.0)
         keys += bh * count * DK
         values += bh * count * DV
         middle = tl.maximum(tl.minimum(full_end, stop), start)
         m, l, acc = _walk_buffer(
             (m, l, acc), queries, more, keys, values, start, middle, last, factor, added, softcap,
-            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_LACKING, HAS_SOFTCAP, BLOCK_N, False,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_SCORE_BIAS, HAS_SOFTCAP, BLOCK_N, False,
         )  # fmt: skip
         m, l, acc = _walk_buffer(
             (m, l, acc), queries, more, keys, values, middle, stop, last, factor, added, softcap,
-            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_LACKING, HAS_SOFTCAP, BLOCK_N, True,
+            DK, DV, DK_PADDED, DV_PADDED, DOT, SHARED, HAS_SCORE_BIAS, HAS_SOFTCAP, BLOCK_N, True,
         )  # fmt: skip
         if final != 0:
             if HAS_SINKS:
@@ -183,22 +183,22 @@ def prompt_kernel(
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    """`Operations.attend` for transformed chunks of many tokens. It does not wait for the GPU."""
-    (q, k, v, mask, scaling), state, spec = (chunk.queries, *chunk[1:5]), store.state, store.spec
-    lacking = chunk.lacking
+def attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    """`Operations.attend` for transformed inputs with many query rows. It does not wait for the GPU."""
+    (q, k, v, mask, scaling), state, spec = (inputs.queries, *inputs[1:5]), store.state, store.spec
+    score_bias = inputs.score_bias
     batch, q_heads, tokens, _ = q.shape
     heads, head_dim_k, head_dim_v = k.shape[1], k.shape[-1], v.shape[-1]
     if scaling <= 0:  # the kernel takes the maximum before it scales
-        q, scaling, lacking = q * scaling, 1.0, None if lacking is None else lacking * scaling
+        q, scaling, score_bias = q * scaling, 1.0, None if score_bias is None else score_bias * scaling
     order = real = position = None
     if mask is not None:
         order = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True).to(torch.int32)
         position = mask.cumsum(1, dtype=torch.int32) - 1
         real = position[:, -1] + 1
     capacity = spec.room(state.page_address.shape[1])
-    history = capacity if chunk.seen is None else min(capacity, chunk.seen)
-    width = spec.reading.widths(head_dim_k, head_dim_v)[1]
+    history = capacity if inputs.seen is None else min(capacity, inputs.seen)
+    width = spec.attention_kind.widths(head_dim_k, head_dim_v)[1]
     out = q.new_empty(batch, tokens, q_heads, width)
     total = history + tokens
     token_bytes = heads * (head_dim_k + head_dim_v) * q.element_size()
@@ -218,8 +218,8 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
             new = NewTokens(k[rows], v[rows], *(None if x is None else x[rows] for x in (order, real)))
         for start in range(0, tokens, max_queries):
             stop = min(start + max_queries, tokens)
-            added = None if lacking is None else lacking[rows, :, start:stop]
-            query_chunk = chunk._replace(q=q[rows, :, start:stop], scaling=scaling, lacking=added)
+            added = None if score_bias is None else score_bias[rows, :, start:stop]
+            query_chunk = inputs._replace(q=q[rows, :, start:stop], scaling=scaling, score_bias=added)
             positions = None if position is None else position[rows, start:stop]
             queries = _Queries(query_chunk, positions, start, group, out[rows, start:stop])
             for first in range(0, history + stop, max_stretch):
@@ -234,18 +234,20 @@ def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
 
 
 class _Queries:
-    """Consecutive query tokens of a chunk, which attend to one stretch after the other.
+    """Consecutive query tokens, which attend to one stretch after the other.
 
-    chunk: its q `[B, Hq, S, D]` are these queries. position `[B, S]`: for a padded chunk, the number of real tokens before
-    each. before: the number of the chunk's tokens before them. out: `[B, S, Hq, Dv]`.
+    inputs: q `[B, Hq, S, D]` are these queries. position `[B, S]`: with padding, the number of real tokens before
+    each. before: the number of new tokens before them. out: `[B, S, Hq, Dv]`.
     """
 
-    def __init__(self, chunk: Chunk, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor):
-        q, state = chunk.queries, store.state
-        self.q, self.sinks, self.scaling, self.softcap = q, chunk.sinks, chunk.scaling, chunk.softcap
-        self.lacking = chunk.lacking
+    def __init__(
+        self, inputs: StepInputs, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor
+    ):
+        q, state = inputs.queries, store.state
+        self.q, self.sinks, self.scaling, self.softcap = q, inputs.sinks, inputs.scaling, inputs.softcap
+        self.score_bias = inputs.score_bias
         self.position, self.before, self.state, self.out = position, before, state, out
-        self.shared = store.spec.reading.shares_values
+        self.shared = store.spec.attention_kind.shares_values
         self.batch, self.heads = state.length.shape
         self.groups = q.shape[1] // self.heads
         self.rows = self.groups * q.shape[2]
@@ -273,14 +275,14 @@ class _Queries:
             self._begin(keys.shape[2], final)
         config, q, out = self.config, self.q, self.out
         head_dim_k, head_dim_v = keys.shape[-1], values.shape[-1]
-        sinks, lacking = (q if x is None else x for x in (self.sinks, self.lacking))
+        sinks, score_bias = (q if x is None else x for x in (self.sinks, self.score_bias))
         _launch(
             prompt_kernel,
             (self.batch * self.heads, self.splits, cdiv(self.rows, config.block_m)),
-            *(q, keys, values, self.state.length if self.position is None else self.position, sinks, lacking),
+            *(q, keys, values, self.state.length if self.position is None else self.position, sinks, score_bias),
             self.state.length,
             *(self.partial, self.lse, out, *q.stride(), 0 if self.position is None else self.position.stride(0)),
-            *lacking.stride()[:2],
+            *score_bias.stride()[:2],
             *(self.heads, q.shape[2], self.before, first, keys.shape[2], self.splits, int(final and self.splits == 1)),
             *(self.scaling, 1.0 if self.softcap is None else self.softcap),
             device=q.device,
@@ -291,7 +293,7 @@ class _Queries:
             GROUPS=self.groups,
             HAS_POSITION=self.position is not None,
             HAS_SINKS=self.sinks is not None,
-            HAS_LACKING=self.lacking is not None,
+            HAS_SCORE_BIAS=self.score_bias is not None,
             HAS_SOFTCAP=self.softcap is not None,
             DOT=dot_type(q.dtype),
             BLOCK_M=config.block_m,

@@ -75,7 +75,7 @@ def reader(fmt: Format) -> ModuleType:
 
 def attends_packed(spec: LayerSpec) -> bool:
     """Whether the attend kernel can read the layer's pages: the formats of keys and values have the functions for it."""
-    if spec.reading.shares_values:
+    if spec.attention_kind.shares_values:
         return False
     keys, values = (kernels(fmt) for fmt in spec.formats)
     return all(hasattr(keys, name) for name in registered.ATTEND_KEYS) and all(

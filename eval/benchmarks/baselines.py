@@ -50,7 +50,7 @@ from hf_lowbit_kv.formats.base import Tensors
 from hf_lowbit_kv.formats.registered import register_format
 from hf_lowbit_kv.formats.static import PLANES, STEP
 from hf_lowbit_kv.presets import SINK_TOKENS
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import hadamard
 
 BITS = (2, 3, 4)
@@ -197,11 +197,13 @@ class Moments:
         moment = (tokens.mT @ tokens).cpu()
         self.sums[name] = self.sums.get(name, 0) + moment
 
-    def step(self, chunk: Chunk) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         """Replaces `LowBitLayer.step` for a whole window: attends in full precision, and stores nothing."""
-        out = attend_in_full(chunk)
-        heads = chunk.k.shape[1]
-        for name, x in zip(("q", "k", "v", "o"), (chunk.queries, chunk.k, chunk.v, out.transpose(1, 2)), strict=True):
+        out = attend_in_full(inputs)
+        heads = inputs.k.shape[1]
+        for name, x in zip(
+            ("q", "k", "v", "o"), (inputs.queries, inputs.k, inputs.v, out.transpose(1, 2)), strict=True
+        ):
             self.add(name, x, heads)
         return out
 
@@ -221,8 +223,8 @@ def read_moments(
         for index, layer in enumerate(cache.layers):
             if layer not in cache.packed_layers:
                 continue
-            if layer.spec.reading.name != "separate" or layer.shares:
-                stored = "keys and values of several layers" if layer.shares else f"a {layer.spec.reading.name}"
+            if layer.spec.attention_kind.name != "separate" or layer.shares:
+                stored = "keys and values of several layers" if layer.shares else f"a {layer.spec.attention_kind.name}"
                 raise ValueError(f"layer {index} stores {stored}: these baselines are not defined for it")
             layer.step = moments.setdefault(index, Moments()).step  # type: ignore[method-assign]
         with selected(model):

@@ -42,7 +42,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from hf_lowbit_kv.backends.choice import Served, choose_backend, storage_spec
+from hf_lowbit_kv.backends.choice import LayerSetup, choose_backend, storage_spec
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree, compile_kernels, tiny_case
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     USUAL,
@@ -289,7 +289,7 @@ def runs(cells: Sequence[Cell], jobs: int = 0, **options) -> Iterator[tuple[Any,
         cell._replace(
             backend=choose_backend(
                 cell.backend,
-                Served(
+                LayerSetup(
                     device, dtype, get_preset(cell.preset).spec(), Shape.parse(cell.shape).widths(options["head_dim"])
                 ),
             )
@@ -363,7 +363,7 @@ def main(
     if cells and (shape or backend):
         raise typer.BadParameter("it has shapes of its own, and each preset's default backend", param_hint="--matrix")
     for kind in backend or ():
-        choose_backend(kind, Served(where))  # raises if the backend does not exist
+        choose_backend(kind, LayerSetup(where))  # raises if the backend does not exist
     for name in preset or ():
         get_preset(name)
     if cells:

@@ -34,7 +34,7 @@ from transformers import AutoConfig, DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.backends.choice import BACKENDS, Served, storage_spec
+from hf_lowbit_kv.backends.choice import BACKENDS, LayerSetup, storage_spec
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.eval.benchmarks.packed_layer import WrongResultError
@@ -46,7 +46,7 @@ from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk, Operations
+from hf_lowbit_kv.storage.step import Operations, StepInputs
 
 RANK, ROPE = 512, 64
 #: rows, and tokens of each row
@@ -68,14 +68,14 @@ class LatentCase(NamedTuple):
     v: torch.Tensor
 
     def attend(self, kernels: Operations) -> torch.Tensor:
-        return kernels.attend(self.chunk, self.store)
+        return kernels.attend(self.inputs, self.store)
 
     def step(self, kernels: Operations) -> torch.Tensor:
-        return kernels.step(self.chunk, self.store)
+        return kernels.step(self.inputs, self.store)
 
     @property
-    def chunk(self) -> Chunk:
-        return Chunk(self.q, self.k, self.v, scaling=SCALING)
+    def inputs(self) -> StepInputs:
+        return StepInputs(self.q, self.k, self.v, scaling=SCALING)
 
 
 def build(
@@ -88,7 +88,7 @@ def build(
 
     kv = random(batch, length, RANK + ROPE)
     store = PagedStore(spec, batch, 1, RANK, ROPE, torch.bfloat16, device, length + 2 * spec.page_size)
-    kernels.append(Chunk(None, kv[:, None, :, :RANK], kv[:, None, :, RANK:]), store)
+    kernels.append(StepInputs(None, kv[:, None, :, :RANK], kv[:, None, :, RANK:]), store)
     q = random(batch, heads, 1, RANK + ROPE)
     return LatentCase(q, kv, store, random(batch, 1, 1, RANK), random(batch, 1, 1, ROPE))
 
@@ -96,18 +96,18 @@ def build(
 def check(kernels: Operations, case: LatentCase) -> float:
     """The output's relative error on the first row. Raises `WrongResultError` if a check fails."""
     row, spec = case.store.rows(slice(1)), case.store.spec
-    chunk = case.chunk.rows(slice(1))
-    expected = reference.OPERATIONS.attend(chunk._replace(q=chunk.queries.float()), row)
+    inputs = case.inputs.rows(slice(1))
+    expected = reference.OPERATIONS.attend(inputs._replace(q=inputs.queries.float()), row)
     output = case.attend(kernels)[:1].float()
     error, bound = float((output - expected).norm() / expected.norm()), BOUND
     if kernel_of(case) == "latent_wide_attend":
-        pipeline = snapmla_pipeline.attend(chunk, row)
+        pipeline = snapmla_pipeline.attend(inputs, row)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
     if not error <= bound:  # NaN fails too
         raise WrongResultError(f"relative error {error:.2g} is above its bound {bound:.2g}")
     c, r = reference.OPERATIONS.read(row, 256)
     twin = PagedStore(spec, 1, 1, RANK, ROPE, torch.bfloat16, c.device, 256)
-    reference.OPERATIONS.append(Chunk(None, case.kv[:1, None, :256, :RANK], case.kv[:1, None, :256, RANK:]), twin)
+    reference.OPERATIONS.append(StepInputs(None, case.kv[:1, None, :256, :RANK], case.kv[:1, None, :256, RANK:]), twin)
     if not all(torch.equal(x, y) for x, y in zip((c, r), reference.OPERATIONS.read(twin, 256))):
         raise WrongResultError("stored bytes are not the reference's")
     return error
@@ -213,7 +213,7 @@ def time_layers(
     if unknown := [name for name in preset if name not in PRESETS]:
         raise typer.BadParameter(f"preset={unknown[0]!r} does not store latents; allowed: {', '.join(PRESETS)}")
     device = gpu()
-    if reason := BACKENDS["cuda"].why_not(Served(device, torch.bfloat16)):
+    if reason := BACKENDS["cuda"].why_not(LayerSetup(device, torch.bfloat16)):
         raise typer.BadParameter(f"backend='cuda' {reason}")
     from hf_lowbit_kv.triton_kernels.cuda import latent
 
@@ -277,7 +277,7 @@ def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> No
     for layer in cache.packed_layers:
         c, r = latents(batch, tokens, device)
         layer.lazy_initialization(c, r)
-        ops.append(Chunk(None, c, r), layer.store, layer.backend)
+        ops.append(StepInputs(None, c, r), layer.store, layer.backend)
         layer.restore(layer.snapshot()._replace(seen=tokens, mode="packed"))
 
 

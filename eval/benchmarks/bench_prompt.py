@@ -75,7 +75,7 @@ from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 STOCK = "DynamicCache"
 
@@ -229,9 +229,9 @@ def measure_prompt(
             q, k, v = (each[:, :, start : start + queries] for each in (x.q, x.k, x.v))
             if start == 0:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-                ops.append(Chunk(None, k, v), store, backend)
+                ops.append(StepInputs(None, k, v), store, backend)
             else:
-                out = ops.step(Chunk(q, k, v, scaling=head_dim**-0.5, seen=start), store, backend)
+                out = ops.step(StepInputs(q, k, v, scaling=head_dim**-0.5, seen=start), store, backend)
             outs.append(out)
         return torch.cat(outs, dim=1)
 
@@ -270,7 +270,7 @@ def time_attention(
     work += [(measure_prompt, tokens, chunks[-1]) for tokens in prompt or [32768]]
     backends: list[str | None] = [*backend] if backend else [None]
     for name, backend_name in itertools.product(preset or ["kivi-4"], backends):
-        chosen = choice.choose_backend(backend_name, choice.Served(where, number, get_preset(name).spec()))
+        chosen = choice.choose_backend(backend_name, choice.LayerSetup(where, number, get_preset(name).spec()))
         for measure, tokens, queries in work:
             record = measure(name, chosen, tokens, queries, head_dim, number, where, rounds)
             run.add(record | {"preset": name, "backend": chosen, "tokens": tokens, "query_length": queries})

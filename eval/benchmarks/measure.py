@@ -37,7 +37,7 @@ from hf_lowbit_kv.eval.provenance import RESULTS, results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
 from hf_lowbit_kv.formats import Parameter
 from hf_lowbit_kv.presets import PAPER_PRESETS, preset_names
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 OUT = results_path("accuracy", "smollm2")
 TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
@@ -108,7 +108,7 @@ def definition(preset: str) -> str:
     layer = LowBitLayer(spec, config, shape[1], backend="cpu", parameters=parameters)
     k, v = (torch.randn(shape, generator=generator) for _ in range(2))
     layer.update(k, v)
-    layer.step(Chunk(k.repeat_interleave(SHAPE["num_attention_heads"] // shape[1], 1), k, v))
+    layer.step(StepInputs(k.repeat_interleave(SHAPE["num_attention_heads"] // shape[1], 1), k, v))
     assert layer.store is not None
     state, digest = layer.store.state, hashlib.sha256()
     for tensor in (*state.pool, state.sink_k, state.sink_v, state.tail_k, state.tail_v):

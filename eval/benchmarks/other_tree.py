@@ -35,7 +35,7 @@ from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks.packed_layer import PackedCase, Shape, build
 from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.presets import get_preset
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 
 OURS = "hf_lowbit_kv"
@@ -69,8 +69,9 @@ class OtherTree:
         return importlib.import_module(f"{self._package}.{name}")
 
     def operations(self) -> Any:
-        """The other tree's `hf_lowbit_kv.backends.operations`. It takes a `Chunk` and a `LayerStore` of this tree."""
-        return _TheirChunks(self.module("backends.operations"), self.module("storage.step").Chunk)
+        """The other tree's `hf_lowbit_kv.backends.operations`. It takes `StepInputs` and a `LayerStore` of this tree."""
+        step = self.module("storage.step")
+        return _TheirOperations(self.module("backends.operations"), getattr(step, "StepInputs", None) or step.Chunk)
 
     def spec(self, spec: Any, widths: tuple[int, int], dtype: Any) -> Any:
         """The other tree's `LayerSpec` from the same text. widths: channels of keys and of values.
@@ -92,8 +93,8 @@ class OtherTree:
         return kind(*(getattr(state, name) for name in kind._fields))
 
 
-class _TheirChunks:
-    """Operations of a tree whose `Chunk` may have other fields."""
+class _TheirOperations:
+    """Operations of a tree whose `StepInputs` may have other fields, or the name that it had before (`Chunk`)."""
 
     def __init__(self, operations: ModuleType, kind: Any):
         self._operations, self._kind = operations, kind
@@ -101,10 +102,12 @@ class _TheirChunks:
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._operations, name)
 
-        def call(chunk: Any, *rest: Any) -> Any:
-            if isinstance(chunk, Chunk):
-                chunk = self._kind(*(getattr(chunk, field) for field in self._kind._fields))
-            return operation(chunk, *rest)
+        def call(inputs: Any, *rest: Any) -> Any:
+            if isinstance(inputs, StepInputs):
+                inputs = self._kind(
+                    *(getattr(inputs, {"lacking": "score_bias"}.get(field, field)) for field in self._kind._fields)
+                )
+            return operation(inputs, *rest)
 
         return call
 

@@ -21,7 +21,7 @@ from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 
 if TYPE_CHECKING:
@@ -160,12 +160,12 @@ class PackedCase:
         return self.q.shape[-1] ** -0.5
 
     @property
-    def chunk(self) -> Chunk:
-        return Chunk(self.q, self.k, self.v, self.mask, scaling=self.scaling)
+    def inputs(self) -> StepInputs:
+        return StepInputs(self.q, self.k, self.v, self.mask, scaling=self.scaling)
 
-    def _token(self, token: int) -> Chunk:
-        """The chunk of `step`."""
-        return Chunk(self.q[:, :, :1], self.new_k[token], self.new_v[token], self.mask, scaling=self.scaling)
+    def _token(self, token: int) -> StepInputs:
+        """The inputs of `step`."""
+        return StepInputs(self.q[:, :, :1], self.new_k[token], self.new_v[token], self.mask, scaling=self.scaling)
 
     @property
     def nbytes(self) -> int:
@@ -176,7 +176,7 @@ class PackedCase:
     def attend(self, backend: str) -> torch.Tensor:
         """Attention of a step, including the transform of its queries and keys. Stored keys and values count as
         transformed."""
-        return self.ops.attend(self.chunk, self.store, backend)
+        return self.ops.attend(self.inputs, self.store, backend)
 
     def of(self, tree: OtherTree) -> PackedCase:
         """The same layer and inputs for the code of another tree."""
@@ -186,7 +186,7 @@ class PackedCase:
         return dataclasses.replace(self, store=store, ops=tree.operations())
 
     def append(self, token: int, backend: str) -> None:
-        self.ops.append(Chunk(None, self.new_k[token], self.new_v[token]), self.store, backend)
+        self.ops.append(StepInputs(None, self.new_k[token], self.new_v[token]), self.store, backend)
 
     def append_page(self, backend: str) -> None:
         """Append as many tokens as a page has, one by one."""
@@ -327,8 +327,8 @@ def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
 
     Memory that the backend allocates is filled with NaN first, so that unwritten outputs are found.
     """
-    chunk = case.chunk._replace(q=case.q.float(), k=case.k.float(), v=case.v.float())
-    expected = reference.OPERATIONS.attend(chunk, case.store)
+    inputs = case.inputs._replace(q=case.q.float(), k=case.k.float(), v=case.v.float())
+    expected = reference.OPERATIONS.attend(inputs, case.store)
     errors = []
     for order in ("0", "1"):  # any order of pages, and fixed order, which NaN-filling would select by itself
         with patch.dict(os.environ, {determinism.VARIABLE: order}):
@@ -363,9 +363,9 @@ def _plain_attention(case: PackedCase, row: int) -> torch.Tensor:
     layer = case.store.rows(rows)
     length = int(layer.state.length[0, 0])
     stored = reference.OPERATIONS.read(layer, length)
-    chunk = reference.transformed(case.chunk, case.store)
-    q = chunk.queries
-    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, chunk[1:3], strict=True))
+    inputs = reference.transformed(case.inputs, case.store)
+    q = inputs.queries
+    k, v = (torch.cat([old, new[rows]], dim=2) for old, new in zip(stored, inputs[1:3], strict=True))
     queries = case.q.shape[2]
     causal = torch.ones(queries, length + queries, dtype=torch.bool, device=k.device).tril(length)
     out = F.scaled_dot_product_attention(

@@ -13,7 +13,7 @@ import torch
 from hf_lowbit_kv.formats.fp8 import Fp8, scale_of, to_e4m3
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, read_pages
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 #: tokens in a block; their weights share a scale
 BLOCK = 64
@@ -65,18 +65,18 @@ def attention(
     return out / total[:, None], top + torch.log(p_scale * total)
 
 
-def attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    """`Operations.attend` by this pipeline, in float32. Attention to stored tokens is quantized, attention to the chunk
+def attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    """`Operations.attend` by this pipeline, in float32. Attention to stored tokens is quantized, attention to the new tokens
     is exact.
 
     Args:
-        chunk: q absorbed queries `[B, Hq, S, rank + rope]`; k, v the chunk's content and RoPE part `[B, 1, S, width]`.
+        inputs: q absorbed queries `[B, Hq, S, rank + rope]`; k, v content and RoPE part of the new tokens `[B, 1, S, width]`.
         store: of a layer without a window, with its content in `fp8`.
 
     Returns:
         `[B, S, Hq, rank]`.
     """
-    q, k, v, mask, scaling = chunk.queries, *chunk[1:5]
+    q, k, v, mask, scaling = inputs.queries, *inputs[1:5]
     state = store.state
     codes, scale, rope = stored(state, store.spec)
     outs = []

@@ -40,8 +40,8 @@ from . import cpu
 VARIABLE = "HF_LOWBIT_KV_BACKEND"
 
 
-class Served(NamedTuple):
-    """What a backend knows of a layer when it decides whether it supports that layer."""
+class LayerSetup(NamedTuple):
+    """The properties of a layer on which the choice of its backend depends."""
 
     device: torch.device
     dtype: torch.dtype | None = None
@@ -52,21 +52,21 @@ class Served(NamedTuple):
     """channels of the two streams; `None`: any"""
 
     @property
-    def reading(self) -> str:
-        return self.spec.reading.name if self.spec is not None else "separate"
+    def attention_kind(self) -> str:
+        return self.spec.attention_kind.name if self.spec is not None else "separate"
 
 
 class Backend(ABC):
     """Runs the operations of layers, and decides which layers it supports. Instances are immutable."""
 
     name: ClassVar[str]
-    #: by reading: the page layouts of the two streams that its kernels read
+    #: by attention kind: the page layouts of the two streams that its kernels read
     layouts: ClassVar[dict[str, tuple[str, str]]] = dict.fromkeys(("separate", "latent"), ("planar-1", "planar-1"))
     #: advice at the end of error messages about layers on a GPU
     advice: ClassVar[str] = ""
 
     @abstractmethod
-    def why_not(self, served: Served) -> str | None:
+    def why_not(self, setup: LayerSetup) -> str | None:
         """Why it does not support a layer, or `None`."""
 
     def missing(self) -> str | None:
@@ -74,13 +74,13 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def operations(self, reading: str = "separate") -> Operations:
-        """The operations for layers of this reading. This imports kernels; `why_not` does not."""
+    def operations(self, attention_kind: str = "separate") -> Operations:
+        """The operations for layers of this attention kind. This imports kernels; `why_not` does not."""
 
-    def check(self, served: Served, source: str) -> None:
+    def check(self, setup: LayerSetup, source: str) -> None:
         """Raise `ValueError` if it does not support a layer. source: the argument or variable that named this backend."""
-        if (reason := self.why_not(served)) is not None:
-            raise ValueError(f"{source}={self.name!r} {reason}{self.advice if served.device.type == 'cuda' else ''}")
+        if (reason := self.why_not(setup)) is not None:
+            raise ValueError(f"{source}={self.name!r} {reason}{self.advice if setup.device.type == 'cuda' else ''}")
 
 
 class Torch(Backend):
@@ -88,10 +88,10 @@ class Torch(Backend):
 
     name = "torch"
 
-    def operations(self, reading: str = "separate") -> Operations:
+    def operations(self, attention_kind: str = "separate") -> Operations:
         return reference.OPERATIONS
 
-    def why_not(self, served: Served) -> str | None:
+    def why_not(self, setup: LayerSetup) -> str | None:
         return None
 
 
@@ -100,11 +100,11 @@ class Cpu(Backend):
 
     name = "cpu"
 
-    def operations(self, reading: str = "separate") -> Operations:
+    def operations(self, attention_kind: str = "separate") -> Operations:
         return cpu.OPERATIONS
 
-    def why_not(self, served: Served) -> str | None:
-        device = served.device.type
+    def why_not(self, setup: LayerSetup) -> str | None:
+        device = setup.device.type
         return None if device == "cpu" else f"needs the model on the CPU, and it is on {device!r}"
 
 
@@ -113,7 +113,7 @@ class Triton(Backend):
 
     name = "triton"
 
-    def operations(self, reading: str = "separate") -> Operations:
+    def operations(self, attention_kind: str = "separate") -> Operations:
         from hf_lowbit_kv.triton_kernels.entry_points import OPERATIONS
 
         return OPERATIONS
@@ -123,19 +123,19 @@ class Triton(Backend):
             return f"Triton is not installed: {INSTALL_TRITON}, or use backend='torch' (slow reference)"
         return None
 
-    def why_not(self, served: Served) -> str | None:
-        if served.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    def why_not(self, setup: LayerSetup) -> str | None:
+        if setup.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "needs a GPU, and the model is on 'cpu'; allowed there: 'cpu', 'torch'"
-        if not triton_serves(served.device):
-            where = served.device.type
+        if not triton_serves(setup.device):
+            where = setup.device.type
             return f"needs a GPU that Triton supports, and the model is on {where!r}; allowed there: 'torch'"
-        if served.device.type != "cpu" and (reason := self._launch_error()) is not None:
+        if setup.device.type != "cpu" and (reason := self._launch_error()) is not None:
             return reason
-        if served.spec is None:
+        if setup.spec is None:
             return None
         from hf_lowbit_kv.triton_kernels.registry import why_not
 
-        return why_not(served.spec.formats)
+        return why_not(setup.spec.formats)
 
     @staticmethod
     def _launch_error() -> str | None:
@@ -146,10 +146,10 @@ class Triton(Backend):
             "(slow reference)"
         )
 
-    def check(self, served: Served, source: str) -> None:
-        if served.device.type != "cpu" and (reason := self._launch_error()) is not None:
+    def check(self, setup: LayerSetup, source: str) -> None:
+        if setup.device.type != "cpu" and (reason := self._launch_error()) is not None:
             raise RuntimeError(f"{source}={self.name!r} {reason}")
-        super().check(served, source)
+        super().check(setup, source)
 
 
 class Cuda(Backend):
@@ -166,8 +166,8 @@ class Cuda(Backend):
     #: dtypes of models
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float16, torch.bfloat16)
 
-    def operations(self, reading: str = "separate") -> Operations:
-        if reading == "latent":
+    def operations(self, attention_kind: str = "separate") -> Operations:
+        if attention_kind == "latent":
             from hf_lowbit_kv.triton_kernels.cuda.latent import OPERATIONS as LATENTS
 
             return LATENTS
@@ -180,8 +180,8 @@ class Cuda(Backend):
             return f"cuda-bindings is not installed: {install_bindings()}, or use backend='triton'"
         return None
 
-    def why_not(self, served: Served) -> str | None:
-        device = served.device
+    def why_not(self, setup: LayerSetup) -> str | None:
+        device = setup.device
         if device.type != "cuda":
             return f"needs an NVIDIA GPU, and the model is on {device.type!r}"
         if is_rocm(device):
@@ -189,23 +189,23 @@ class Cuda(Backend):
         if (capability := torch.cuda.get_device_capability(device)) < self.capability:
             name = torch.cuda.get_device_name(device)
             return f"needs compute capability {self.capability}, and {name} has {capability}"
-        if served.dtype not in (None, *self.dtypes):
-            return f"computes in {self.dtypes}, not in {served.dtype}"
+        if setup.dtype not in (None, *self.dtypes):
+            return f"computes in {self.dtypes}, not in {setup.dtype}"
         if importlib.util.find_spec("triton") is None:
             return f"needs Triton for long prompts: {INSTALL_TRITON}"
-        if served.spec is not None:
-            if served.reading == "latent":
+        if setup.spec is not None:
+            if setup.attention_kind == "latent":
                 from hf_lowbit_kv.triton_kernels.cuda.latent import why_not
             else:
                 from hf_lowbit_kv.triton_kernels.cuda.geometry import why_not
-            if (reason := why_not(served.spec, served.widths, served.dtype, device)) is not None:
+            if (reason := why_not(setup.spec, setup.widths, setup.dtype, device)) is not None:
                 return reason
         return why_cuda_cannot_compile(capability)
 
 
 #: every backend, by name
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), Cpu(), Triton(), Cuda())}
-#: defaults on a GPU, by reading. The first that supports the layer is used, otherwise the last
+#: defaults on a GPU, by attention kind. The first that supports the layer is used, otherwise the last
 ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
 
 
@@ -256,50 +256,50 @@ def check_backend(backend: str | None) -> None:
         raise ImportError(f"{source}={name!r} was requested, but {missing}")
 
 
-def choose_backend(backend: str | None, served: Served) -> str:
+def choose_backend(backend: str | None, setup: LayerSetup) -> str:
     """The name of the backend for a layer. Raises if that backend does not support the layer."""
     check_backend(backend)
     requested = backend or of_environment()
     source = VARIABLE if backend is None and requested else "backend"
-    chosen = requested or _default_backend(served)
-    BACKENDS[chosen].check(served, source)
+    chosen = requested or _default_backend(setup)
+    BACKENDS[chosen].check(setup, source)
     return chosen
 
 
-def _default_backend(served: Served) -> str:
-    if served.device.type != "cuda":
-        return "cpu" if served.device.type == "cpu" else "torch"
-    *preferred, last = ON_GPU[served.reading]
+def _default_backend(setup: LayerSetup) -> str:
+    if setup.device.type != "cuda":
+        return "cpu" if setup.device.type == "cpu" else "torch"
+    *preferred, last = ON_GPU[setup.attention_kind]
     for name in preferred:
-        if BACKENDS[name].why_not(served) is None:
+        if BACKENDS[name].why_not(setup) is None:
             return name
-    if served.spec is not None and without_kernels(served.spec.formats) is not None:
+    if setup.spec is not None and without_kernels(setup.spec.formats) is not None:
         return "torch"  # a format from outside the package; the cache warns that this is slow
     if (missing := BACKENDS[last].missing()) is not None:
         raise ImportError(f"on this GPU backend {last!r} is the default, and {missing}")
     return last
 
 
-def why_not_faster(backend: str | None, chosen: str, served: Served) -> str | None:
+def why_not_faster(backend: str | None, chosen: str, setup: LayerSetup) -> str | None:
     """Why the default on this device is not a faster backend. `None`: there is no faster one, or `backend` or the environment
     named the backend."""
-    device = served.device
+    device = setup.device
     if backend or of_environment() or device.type == "cpu":
         return None
     if device.type != "cuda":
         triton = BACKENDS["triton"]
-        if triton.missing() is None and triton.why_not(served) is None:
+        if triton.missing() is None and triton.why_not(setup) is None:
             return f"no kernels are tested on {device.type!r}; backend='triton' may run there"
         return f"no kernels for {device.type!r}"
-    if chosen == "torch" and served.spec is not None and (fmt := without_kernels(served.spec.formats)) is not None:
+    if chosen == "torch" and setup.spec is not None and (fmt := without_kernels(setup.spec.formats)) is not None:
         return f"format {fmt.name!r} was registered without kernels"
-    first = ON_GPU[served.reading][0]
-    return None if chosen == first else f"{first} {BACKENDS[first].why_not(served)}"
+    first = ON_GPU[setup.attention_kind][0]
+    return None if chosen == first else f"{first} {BACKENDS[first].why_not(setup)}"
 
 
-def why_slow_reference(backend: str | None, chosen: str, served: Served) -> str | None:
+def why_slow_reference(backend: str | None, chosen: str, setup: LayerSetup) -> str | None:
     """Why the default is the slow reference; `None` if it is not."""
-    return why_not_faster(backend, chosen, served) if chosen == "torch" else None
+    return why_not_faster(backend, chosen, setup) if chosen == "torch" else None
 
 
 _WARNED: set[str] = set()
@@ -317,15 +317,15 @@ def warn_of_reference(reason: str | None) -> None:
     )
 
 
-def describe_backend(backend: str | None, chosen: str, served: Served) -> str:
+def describe_backend(backend: str | None, chosen: str, setup: LayerSetup) -> str:
     """The chosen backend, for `summary()`. Notes follow in brackets: why the default is not the fastest backend, and whether
     this one is tested on this kind of device."""
-    device, notes = served.device, []
+    device, notes = setup.device, []
     if chosen == "triton" and is_rocm(device):
         notes.append("not tested on AMD GPUs")
     elif chosen == "triton" and device.type not in ("cpu", "cuda"):
         notes.append(f"not tested on {device.type!r}")
-    if (reason := why_not_faster(backend, chosen, served)) is not None:
+    if (reason := why_not_faster(backend, chosen, setup)) is not None:
         notes.append(f"{'slow reference: ' if chosen == 'torch' else ''}{reason}")
     elif chosen == "cuda" and (reason := why_no_launcher()) is not None:
         notes.append(f"slower with long chunks: {reason}")
@@ -334,10 +334,10 @@ def describe_backend(backend: str | None, chosen: str, served: Served) -> str:
 
 def storage_spec(spec: LayerSpec, backend: str) -> LayerSpec:
     """`spec` with its pages in the layout that the backend's kernels read. Stored tokens decode to the same numbers."""
-    return spec.with_layouts(*BACKENDS[backend].layouts[spec.reading.name])
+    return spec.with_layouts(*BACKENDS[backend].layouts[spec.attention_kind.name])
 
 
 @functools.cache
-def operations_of(backend: str, reading: str) -> Operations:
-    """The operations of the backend with this name, for layers of this reading."""
-    return BACKENDS[backend].operations(reading)
+def operations_of(backend: str, attention_kind: str) -> Operations:
+    """The operations of the backend with this name, for layers of this attention kind."""
+    return BACKENDS[backend].operations(attention_kind)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ..storage.paged_store import LayerStore
 from ..storage.reference import QUERY_BLOCK, Reference, history, plain_attention
-from ..storage.step import Chunk
+from ..storage.step import StepInputs
 
 #: largest number of unpacked numbers (float32) in memory at a time, unless one sequence has more
 BUFFER_NUMBERS = 2**26
@@ -23,28 +23,28 @@ SCORES = 2**24
 class Cpu(Reference):
     """Operations on CPUs."""
 
-    def _attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        batch, heads, tokens, _ = chunk.k.shape
+    def _attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        batch, heads, tokens, _ = inputs.k.shape
         stored = int(store.state.length.max()) + tokens
-        rows = max(BUFFER_NUMBERS // (stored * heads * (chunk.k.shape[-1] + chunk.v.shape[-1])), 1)
+        rows = max(BUFFER_NUMBERS // (stored * heads * (inputs.k.shape[-1] + inputs.v.shape[-1])), 1)
         if rows >= batch:
-            return _attend(chunk, store)
+            return _attend(inputs, store)
         outputs = []
         for first in range(0, batch, rows):
             rows_slice = slice(first, first + rows)
-            outputs.append(_attend(chunk.rows(rows_slice), store.rows(rows_slice)))
+            outputs.append(_attend(inputs.rows(rows_slice), store.rows(rows_slice)))
         return torch.cat(outputs)
 
 
 OPERATIONS = Cpu()
 
 
-def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
+def _attend(step_inputs: StepInputs, store: LayerStore) -> torch.Tensor:
     """Attention of sequences whose unpacked histories fit into memory together."""
-    q, mask, softcap, sinks = chunk.queries.float(), chunk.mask, chunk.softcap, chunk.sinks
+    q, mask, softcap, sinks = step_inputs.queries.float(), step_inputs.mask, step_inputs.softcap, step_inputs.sinks
     tokens = q.shape[2]
-    keys, values, valid = _gathered(chunk, store)
-    stored, earlier = keys.shape[2] - chunk.tokens, chunk.tokens_before
+    keys, values, valid = _gathered(step_inputs, store)
+    stored, earlier = keys.shape[2] - step_inputs.tokens, step_inputs.tokens_before
     before = stored + earlier
     query_block = QUERY_BLOCK
     if softcap is not None or sinks is not None:
@@ -54,15 +54,17 @@ def _attend(chunk: Chunk, store: LayerStore) -> torch.Tensor:
         stop = min(start + query_block, tokens)
         allowed = _allowed(earlier + start, earlier + stop, stored, mask, valid)
         inputs = q[:, :, start:stop], keys[:, :, : before + stop], values[:, :, : before + stop]
-        lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
-        outputs.append(_attention(*inputs, allowed, chunk.scaling, softcap, sinks, lacking).to(chunk.k.dtype))
+        score_bias = None if step_inputs.score_bias is None else step_inputs.score_bias[:, :, start:stop]
+        outputs.append(
+            _attention(*inputs, allowed, step_inputs.scaling, softcap, sinks, score_bias).to(step_inputs.k.dtype)
+        )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _gathered(chunk: Chunk, store: LayerStore):
+def _gathered(inputs: StepInputs, store: LayerStore):
     """The stored tokens, in any order, followed by the new tokens: keys and values float32 `[B, H, n, D]`. And a mask of the
     stored tokens of each row, bool `[B, n - S]`, or `None` if all are valid."""
-    k, v, mask = chunk[1:4]
+    k, v, mask = inputs[1:4]
     keys, values, valid = [], [], []
     for block_keys, block_values, block_valid in history(store):
         used = block_valid.any(0)
@@ -79,7 +81,7 @@ def _gathered(chunk: Chunk, store: LayerStore):
     for stream, new in ((keys, k), (values, v)):
         stream.append(new.float() if padding is None else _zero_where(padding, new.float()))
     belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
-    streams = store.spec.reading.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    streams = store.spec.attention_kind.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
     return *streams, None if belonging.all() else belonging
 
 
@@ -103,10 +105,10 @@ def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | 
     return torch.cat([each.expand(rows, stop - start, -1) for each in (stored, new)], dim=-1)[:, None]
 
 
-def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks, lacking) -> torch.Tensor:
+def _attention(q, k, v, allowed: torch.Tensor | None, scaling: float, softcap, sinks, score_bias) -> torch.Tensor:
     """Attention in float32, `[B, S, Hq, head_dim_v]`; zero for queries without any token."""
     if softcap is not None or sinks is not None:
-        return plain_attention(q, k, v, allowed, scaling, softcap, sinks, lacking)
+        return plain_attention(q, k, v, allowed, scaling, softcap, sinks, score_bias)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=allowed, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     ).transpose(1, 2)

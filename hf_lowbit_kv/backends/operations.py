@@ -2,8 +2,8 @@
 
 In eager and recorded steps the backend gets objects. While a model is compiled or traced, the same call becomes one
 `torch.library` operation. It takes the spec as text and the state as separate tensors, because inductor updates a
-mutated tensor in place, but clones a mutated list. Preallocated caches have one block of pages. Only growing caches,
-which are not compiled, have `more` blocks. Lists that are only read cost nothing. Signatures are derived from
+mutated tensor in place, but clones a mutated list. Preallocated caches have one slab of pages. Only growing caches,
+which are not compiled, have `more` slabs. Lists that are only read cost nothing. Signatures are derived from
 `LayerState`, so a new field needs no change here.
 """
 
@@ -16,15 +16,15 @@ import torch
 
 from ..storage.layer_spec import LayerSpec
 from ..storage.paged_store import READ_ONLY, LayerState, LayerStore
-from ..storage.step import Chunk, Operations
+from ..storage.step import Operations, StepInputs
 from .choice import operations_of
 
-#: a `Chunk` in the schema of an operation
-_CHUNK = (
+#: `StepInputs` in the schema of an operation
+_INPUTS = (
     "Tensor? q, Tensor k, Tensor v, Tensor? mask, float scaling, float? softcap, Tensor? sinks, SymInt? seen, "
-    "Tensor? lacking"
+    "Tensor? score_bias"
 )
-_CHUNK_SIZE = len(Chunk._fields)
+_NUMBER_OF_INPUTS = len(StepInputs._fields)
 
 
 def _state_schema(mutated: bool) -> str:
@@ -45,66 +45,68 @@ def _flat(state: LayerState) -> list:
 
 def _state(tensors) -> LayerState:
     """The inverse of `_flat`."""
-    block, more, *rest = tensors
-    return LayerState([block, *more], *rest)
+    slab, more, *rest = tensors
+    return LayerState([slab, *more], *rest)
 
 
 def _operation(name: str, result: str, mutates: bool, work: Callable, fake: Callable) -> Callable:
-    """A `torch.library` operation `(chunk, spec, backend, state) -> result`.
+    """A `torch.library` operation `(inputs, spec, backend, state) -> result`.
 
     Args:
-        work: called with the backend's operations, the chunk and the store.
-        fake: called with the chunk and the `LayerSpec`.
+        work: called with the backend's operations, the inputs and the store.
+        fake: called with the inputs and the `LayerSpec`.
 
     Returns:
-        A function of the chunk, the store and the backend's name.
+        A function of the inputs, the store and the backend's name.
     """
-    schema = f"({_CHUNK}, str spec, str backend, {_state_schema(mutates)}) -> {result}"
+    schema = f"({_INPUTS}, str spec, str backend, {_state_schema(mutates)}) -> {result}"
     written = [field for field in LayerState._fields if field not in READ_ONLY] if mutates else []
 
     def run(*args):
-        spec, backend = LayerSpec.parse(args[_CHUNK_SIZE]), args[_CHUNK_SIZE + 1]
-        store = LayerStore(_state(args[_CHUNK_SIZE + 2 :]), spec)
-        return work(operations_of(backend, spec.reading.name), Chunk(*args[:_CHUNK_SIZE]), store)
+        spec, backend = LayerSpec.parse(args[_NUMBER_OF_INPUTS]), args[_NUMBER_OF_INPUTS + 1]
+        store = LayerStore(_state(args[_NUMBER_OF_INPUTS + 2 :]), spec)
+        return work(operations_of(backend, spec.attention_kind.name), StepInputs(*args[:_NUMBER_OF_INPUTS]), store)
 
     operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
-    operation.register_fake(lambda *args: fake(Chunk(*args[:_CHUNK_SIZE]), LayerSpec.parse(args[_CHUNK_SIZE])))
+    operation.register_fake(
+        lambda *args: fake(StepInputs(*args[:_NUMBER_OF_INPUTS]), LayerSpec.parse(args[_NUMBER_OF_INPUTS]))
+    )
 
-    def call(chunk: Chunk, store: LayerStore, backend: str):
-        return operation(*chunk, store.key, backend, *_flat(store.state))
+    def call(inputs: StepInputs, store: LayerStore, backend: str):
+        return operation(*inputs, store.key, backend, *_flat(store.state))
 
     return call
 
 
-def _output(chunk: Chunk, spec: LayerSpec) -> torch.Tensor:
-    q, k, v = chunk.queries, chunk.k, chunk.v
+def _output(inputs: StepInputs, spec: LayerSpec) -> torch.Tensor:
+    q, k, v = inputs.queries, inputs.k, inputs.v
     batch, heads, tokens, _ = q.shape
-    return q.new_empty(batch, tokens, heads, spec.reading.widths(k.shape[-1], v.shape[-1])[1])
+    return q.new_empty(batch, tokens, heads, spec.attention_kind.widths(k.shape[-1], v.shape[-1])[1])
 
 
-def _attend_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    return _with_all_queries(operations.attend, operations, chunk, store)
+def _attend_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    return _with_all_queries(operations.attend, operations, inputs, store)
 
 
-def _step_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-    return _with_all_queries(operations.step, operations, chunk, store)
+def _step_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    return _with_all_queries(operations.step, operations, inputs, store)
 
 
-def _with_all_queries(work: Callable, operations: Operations, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+def _with_all_queries(work: Callable, operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
     """The output of `attend` or `step`. A backend that needs a query per token gets zeros for missing queries."""
-    if operations.takes_few_queries or (before := chunk.tokens_before) == 0:
-        return work(chunk, store).contiguous()
-    filled = chunk._replace(q=torch.nn.functional.pad(chunk.queries, (0, 0, before, 0)))
+    if operations.takes_few_queries or (before := inputs.tokens_before) == 0:
+        return work(inputs, store).contiguous()
+    filled = inputs._replace(q=torch.nn.functional.pad(inputs.queries, (0, 0, before, 0)))
     return work(filled, store)[:, before:].contiguous()
 
 
-def _append_whole(operations: Operations, chunk: Chunk, store: LayerStore) -> None:
-    operations.append(chunk, store)
+def _append_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -> None:
+    operations.append(inputs, store)
 
 
 _attend = _operation("attend", "Tensor", False, _attend_whole, _output)
 _step = _operation("step", "Tensor", True, _step_whole, _output)
-_append = _operation("append", "()", True, _append_whole, lambda chunk, spec: None)
+_append = _operation("append", "()", True, _append_whole, lambda inputs, spec: None)
 
 
 def _watched(x: Any) -> bool:
@@ -119,34 +121,34 @@ def _watched(x: Any) -> bool:
     )
 
 
-def attend(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
+def attend(inputs: StepInputs, store: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.attend` on the backend with this name."""
-    if _watched(chunk.k):
-        return _attend(chunk, store, backend)
-    return _attend_whole(operations_of(backend, store.spec.reading.name), chunk, store)
+    if _watched(inputs.k):
+        return _attend(inputs, store, backend)
+    return _attend_whole(operations_of(backend, store.spec.attention_kind.name), inputs, store)
 
 
-def step(chunk: Chunk, store: LayerStore, backend: str) -> torch.Tensor:
+def step(inputs: StepInputs, store: LayerStore, backend: str) -> torch.Tensor:
     """`Operations.step` on the backend with this name. Compilation can neither reorder nor separate attending and
     storing."""
-    if _watched(chunk.k):
-        return _step(chunk, store, backend)
-    return _step_whole(operations_of(backend, store.spec.reading.name), chunk, store)
+    if _watched(inputs.k):
+        return _step(inputs, store, backend)
+    return _step_whole(operations_of(backend, store.spec.attention_kind.name), inputs, store)
 
 
-def append(chunk: Chunk, store: LayerStore, backend: str) -> None:
+def append(inputs: StepInputs, store: LayerStore, backend: str) -> None:
     """`Operations.append` on the backend with this name. After an `attend` of the same layer, use `step` instead:
     inductor moves a separate append before the attend, and must then copy the whole pool."""
-    if _watched(chunk.k):
-        return _append(chunk, store, backend)
-    return operations_of(backend, store.spec.reading.name).append(chunk, store)
+    if _watched(inputs.k):
+        return _append(inputs, store, backend)
+    return operations_of(backend, store.spec.attention_kind.name).append(inputs, store)
 
 
-def expect_steps(chunk: Chunk, store: LayerStore, backend: str, masked: bool) -> None:
+def expect_steps(inputs: StepInputs, store: LayerStore, backend: str, masked: bool) -> None:
     """`Operations.expect_steps` on the backend with this name."""
-    operations_of(backend, store.spec.reading.name).expect_steps(chunk, store, masked)
+    operations_of(backend, store.spec.attention_kind.name).expect_steps(inputs, store, masked)
 
 
 def read(store: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read` on the backend with this name."""
-    return operations_of(backend, store.spec.reading.name).read(store, max_length)
+    return operations_of(backend, store.spec.attention_kind.name).read(store, max_length)

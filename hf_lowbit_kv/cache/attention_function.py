@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..storage.reference import plain_attention
-from ..storage.step import Chunk
+from ..storage.step import StepInputs
 from .implementation import ATTENTION_NAME, NO_GRADIENTS, NO_WEIGHTS, refuse_backward
 from .layer_view import LayerView
 from .token_counts import RingOffset, Seen
@@ -51,27 +51,27 @@ def lowbit_attention(
         return _plain(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, kwargs)
     layer, (first, last) = key.layer, _readers(module, key)
     if first:
-        mask, allowed = _masks_of_chunk(module, query, key, attention_mask, kwargs.get("position_ids"))
+        mask, allowed = _masks_of_new_tokens(module, query, key, attention_mask, kwargs.get("position_ids"))
     else:  # the model may have cut the mask to fewer queries
-        mask, allowed = (attention_mask, None) if key.key.shape[2] == 1 else layer.chunk_masks
+        mask, allowed = (attention_mask, None) if key.key.shape[2] == 1 else layer.new_token_masks
     if (reason := _why_not(module, key, mask, allowed is not None)) is not None:
         raise ValueError(reason)
     if first and not last and key.key.shape[2] > 1:
-        layer.chunk_masks = mask, allowed
+        layer.new_token_masks = mask, allowed
     sinks = None if s_aux is None else s_aux.detach()
     # a layer that attends to another one's tokens may be on another device
     q = query.detach().to(key.key.device)
-    chunk = Chunk(q, key.key.detach(), key.value.detach(), mask, scaling, softcap, sinks)
+    inputs = StepInputs(q, key.key.detach(), key.value.detach(), mask, scaling, softcap, sinks)
     learns = s_aux if s_aux is not None and s_aux.requires_grad else query
     if allowed is not None:
-        out = layer.read_prompt(chunk, allowed, stores=last)
+        out = layer.prefill(inputs, allowed, stores=last)
     else:
-        out = layer.step(chunk) if last else layer.attend(chunk)
+        out = layer.step(inputs) if last else layer.attend(inputs)
     return refuse_backward(out.to(query.device), learns), None
 
 
 def _readers(module: torch.nn.Module, view: LayerView) -> tuple[bool, bool]:
-    """Whether the attention module that runs is the first, and the last, that attends to the chunk of a packed layer."""
+    """Whether the attention module that runs is the first, and the last, that attends to the new tokens of a packed layer."""
     if not view.layer.shares:
         return True, True
     first, last = view.layer.readers  # type: ignore[misc]
@@ -79,11 +79,11 @@ def _readers(module: torch.nn.Module, view: LayerView) -> tuple[bool, bool]:
     return index == first, index == last
 
 
-def _masks_of_chunk(
+def _masks_of_new_tokens(
     module: torch.nn.Module, query: torch.Tensor, view: LayerView, mask: torch.Tensor | None, position_ids: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A chunk's padding, bool `[B, S]`, and which of its tokens attend to which, if attention is not causal. Checks that the
-    chunk belongs after the stored tokens."""
+    """The padding of new tokens, bool `[B, S]`, and which of them attend to which, if attention is not causal. Checks that the
+    new tokens follow the stored ones."""
     if getattr(mask, _ALL_REAL, False):
         mask = None
     elif getattr(mask, _OF_KEYS, False):
@@ -116,9 +116,9 @@ def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Ten
 
 #: marks masks built by `lowbit_mask`; only in these does a False diagonal mean padding
 _MADE_HERE = "_lowbit_kv_mask"
-#: attribute of a chunk's padding as `[B, 1, 1, S]`, the form for models that cut masks to fewer queries
+#: attribute of the new tokens' padding as `[B, 1, 1, S]`, the form for models that cut masks to fewer queries
 _OF_KEYS = "_lowbit_kv_of_keys"
-#: attribute of masks that `lowbit_mask` makes of a chunk without padding
+#: attribute of masks that `lowbit_mask` makes of new tokens without padding
 _ALL_REAL = "_lowbit_kv_all_real"
 
 
@@ -167,7 +167,7 @@ def _why_not(
 
 
 def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kwargs):
-    if mask is not None and mask.dim() == 2:  # from `lowbit_mask`: the keys are the chunk's own
+    if mask is not None and mask.dim() == 2:  # from `lowbit_mask`: the keys are the new tokens' own
         tokens = mask.shape[1]
         causal = torch.ones(tokens, tokens, dtype=torch.bool, device=mask.device).tril()
         mask = causal & mask[:, None, None, :]
@@ -198,7 +198,7 @@ def lowbit_mask(
 ) -> torch.Tensor | None:
     """The mask for `lowbit_attention`.
 
-    For causal layers whose keys are the chunk itself (low-bit layers, see `LowBitLayer.get_mask_sizes`): the chunk's
+    For causal layers whose keys are the new tokens (low-bit layers, see `LowBitLayer.get_mask_sizes`): their
     padding, bool `[B, q_length]`, or `None` without padding. So too for one token that attends to all before it, whatever
     the mask shows of later ones. For all others: transformers' SDPA mask. mask_function: one of
     `transformers.masking_utils`; `None`: causal.
@@ -219,7 +219,7 @@ def lowbit_mask(
     of_others = cut and not (isinstance(kv_offset, Seen) or torch.compiler.is_compiling())
     if cut:  # without a mask the queries that are left would count from the first key
         kwargs["allow_is_causal_skip"] = False
-    if kv_length != q_length or of_others or not _is_causal_in_chunk(mask_function, q_length, kv_offset, kwargs):
+    if kv_length != q_length or of_others or not _is_causal_in_new_tokens(mask_function, q_length, kv_offset, kwargs):
         mask = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -234,26 +234,26 @@ def lowbit_mask(
             return None
         setattr(mask, _MADE_HERE, True)
         return mask
-    chunk = None if attention_mask is None else _chunk_columns(attention_mask, q_length, kv_offset).to(torch.bool)
+    padding = None if attention_mask is None else _new_columns(attention_mask, q_length, kv_offset).to(torch.bool)
     hides_stored = False
     if isinstance(kv_offset, Seen) and (attention_mask is None or attention_mask.shape[1] > q_length):
         hides_stored = honour_mask(kv_offset, attention_mask)
-    if chunk is None:
+    if padding is None:
         return None
-    if q_length > 1 and not torch.compiler.is_compiling() and bool(chunk.all()):
+    if q_length > 1 and not torch.compiler.is_compiling() and bool(padding.all()):
         if not hides_stored:
             return None
         # `None` would show all stored positions where transformers passes this result to this function again
-        chunk = torch.ones_like(chunk)
-        chunk = chunk[:, None, None] if cut else chunk
-        setattr(chunk, _ALL_REAL, True)
-        return chunk
+        padding = torch.ones_like(padding)
+        padding = padding[:, None, None] if cut else padding
+        setattr(padding, _ALL_REAL, True)
+        return padding
     # with strides of its own: a slice's change with the length, and a compiled step would be compiled again
-    chunk = chunk.clone(memory_format=torch.contiguous_format)
+    padding = padding.clone(memory_format=torch.contiguous_format)
     if cut:
-        chunk = chunk[:, None, None]
-        setattr(chunk, _OF_KEYS, True)
-    return chunk
+        padding = padding[:, None, None]
+        setattr(padding, _OF_KEYS, True)
+    return padding
 
 
 def _cuts_masks(config: Any) -> bool:
@@ -281,10 +281,10 @@ def _united(mask_function: Callable) -> Sequence[Callable]:
     return parts.cell_contents
 
 
-def _is_causal_in_chunk(
+def _is_causal_in_new_tokens(
     mask_function: Callable, tokens: int, offset: int | torch.Tensor, options: dict[str, Any]
 ) -> bool:
-    """Whether every token of a chunk attends to all before it, and, after stored tokens, to no later one. options: of
+    """Whether every new token attends to all before it, and, after stored tokens, to no later one. options: of
     `sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -292,7 +292,7 @@ def _is_causal_in_chunk(
         return _shows_all_before(mask_function)
     if torch.compiler.is_compiling() or not _shows_all_before(mask_function) or int(offset) == 0:
         return False
-    # kinds of tokens come for the whole text; only for the chunk if `generate` makes the masks of a preallocated cache
+    # kinds of tokens come for the whole text; only for the new tokens if `generate` makes the masks of a preallocated cache
     fixed = isinstance(offset, Seen) and offset.layer.length.fixed
     for first in (int(offset), 0) if fixed else (int(offset),):
         sizes: dict[str, Any] = {"q_length": tokens, "kv_length": tokens, "q_offset": first, "kv_offset": first}
@@ -302,9 +302,9 @@ def _is_causal_in_chunk(
     return True
 
 
-def _chunk_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
-    """Those of the chunk, which begins at position `offset`. The host may hand over the mask of all tokens seen, of all
-    that a preallocated cache has room for, of the chunk only, or what `lowbit_mask` returned."""
+def _new_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
+    """Those of the new tokens, which begin at position `offset`. transformers may pass the mask of all tokens seen, of all
+    that a preallocated cache has room for, of the new tokens only, or what `lowbit_mask` returned."""
     columns = mask.shape[1]
     if tokens > 1 and not torch.compiler.is_compiling():
         offset = int(offset)  # a prompt may wait for the device

@@ -1,7 +1,7 @@
 """The contents of a whole cache: taken out of it, and put into another cache for the same model, of another capacity or
 backend.
 
-Files of caches and the prefix store are built on this.
+Saved caches and the prefix store use this.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LayerContents(NamedTuple):
     seen: int
     """padded tokens"""
     in_tail: int
-    """newest tokens of every row that are surely not packed"""
+    """lower bound of the unpacked newest tokens of every row"""
     mode: str
     """"packed" or "dense", see `LowBitLayer`"""
     padding: list[tuple[int, torch.Tensor]]
@@ -50,9 +50,9 @@ class CacheContents(NamedTuple):
     text: torch.Tensor | None
     """ids `[B, n]` where the cache knows them"""
     positions: Values | None = None
-    """those that the model keeps outside of its cache"""
+    """positions that the model keeps outside of its cache"""
     read: tuple[int, bool] | None = None
-    """read length of the first tokens, and whether that of others does not agree, see `length_rope.ReadLengths`"""
+    """read length of the first tokens, and whether later ones disagree, see `length_rope.ReadLengths`"""
 
 
 def restorable(contents: CacheContents, match: int) -> int:
@@ -70,7 +70,7 @@ def restorable(contents: CacheContents, match: int) -> int:
 
 
 def whole_pages(kept: Iterable[tuple[LayerSpec, int]], match: int) -> int:
-    """How many tokens of a match with a kept text can be restored from pages only: whole pages, `residual` tokens before
+    """How many tokens of a match with a kept prompt can be restored from pages only: whole pages, `residual` tokens before
     the end of the match. 0 if the layers' pages do not end at the same tokens.
 
     Args:
@@ -92,7 +92,7 @@ def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
-    """What each packed layer stores, without the layout of pages: its spec, and digests of its calibration."""
+    """The identity of what each packed layer stores: its spec without the layout, and digests of its calibration."""
     return [
         (
             layer.spec.with_layouts("planar-1", "planar-1").key,
@@ -140,7 +140,7 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
 @torch.inference_mode(False)
 def put(cache: Any, contents: CacheContents, model: Any) -> None:
     """Put these contents into an empty cache of this model in which they fit. A preallocated cache copies them. What is
-    not on its layer's device is copied there."""
+    not on its layer's device is copied to it."""
     known: dict[Any, Any] = {}
     device_of = layer_devices(model)
     for index, part in contents.layers.items():

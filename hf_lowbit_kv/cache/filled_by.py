@@ -1,7 +1,7 @@
 """The model whose keys and values a cache holds, and whether it still computes the same ones.
 
-A cache looks at its model when its first tokens come, which does not wait for the device. It looks again when a prompt goes
-on. Names and scales of active adapters are compared, and numbers of the attention layers' weights.
+A cache looks at its model when its first tokens come, which does not wait for the device. It looks again when a prompt
+continues. Names and scales of active adapters are compared, and numbers of the attention layers' weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ModelRef:
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
 
     def get(self, use: str) -> Any:
-        """The model. Raises `ValueError` if there is none. use: the action that is then impossible."""
+        """The model. Raises `ValueError` if there is none. use: the action for the message."""
         model = self.alive()
         if model is None:
             raise ValueError(
@@ -80,7 +80,7 @@ class Look(Unstamped):
         return any(ref() is module for ref in self._modules.values())
 
     def difference(self, now: Look) -> str | None:
-        """The first difference, in words, or `None`. Only what two looks saw both is compared. Waits for the device."""
+        """The first difference, in words, or `None`. Only what both looks have seen is compared. Waits for the device."""
         layers = self.classes.keys() & now.classes.keys()
         for index in sorted(layers):
             if (was := self.classes[index]) != (found := now.classes[index]):
@@ -142,7 +142,7 @@ def _look_at_module(module: Any) -> Look | None:
 
 
 def another_model(reason: str) -> str:
-    """The message for a cache that would go on with another model, or with another adapter."""
+    """The message for a cache that another model or adapter would continue."""
     return (
         f"the tokens in this cache were computed by another model than the one that reads on: {reason}. Go back to the model "
         "and the adapters that filled it, or call cache.reset() and read the whole text again"

@@ -85,7 +85,7 @@ def select(model: Any) -> None:
 
 @contextlib.contextmanager
 def selected(model: Any) -> Iterator[None]:
-    """Inside, the text model attends with `lowbit_kv`. Afterwards the earlier implementation is selected again. The
+    """Within the context, the text model attends with `lowbit_kv`. Afterwards the earlier implementation is selected again. The
     model is one object, so all threads see the change."""
     if model.config.get_text_config(decoder=True)._attn_implementation == ATTENTION_NAME:
         yield

@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from ..storage.attention_kinds import ATTENTION_KINDS
 from ..storage.linear_weights import columns_of, is_plain, is_quantized
 from ..storage.model_sides import ModelSide, StreamSizes, causal_attention
 from ..storage.process_stamps import ModuleStamp
-from ..storage.readings import READINGS
 
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")
@@ -147,7 +147,7 @@ class Absorbed(ModelSide):
         ValueError: the attention is sparse, or lacks attributes that absorbing needs.
     """
 
-    reading = READINGS["latent"]
+    attention_kind = ATTENTION_KINDS["latent"]
 
     def __init__(self, module: torch.nn.Module):
         check_module(module)

@@ -1,4 +1,4 @@
-"""What a layer of the cache hands to the attention function in place of tensors."""
+"""The object that `update()` returns instead of tensors, for the attention function."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class LayerView(NamedTuple):
-    """The result of `update()`, for keys and for values, if our attention function is selected: the chunk, which is not
-    stored yet, and the layer. The attention function attends to the layer and stores the chunk in it. Some models hand it on to
-    later layers (Gemma 4); the last of them stores the chunk."""
+    """The result of `update()`, for keys and for values, if our attention function is selected: the new tokens, which are not
+    stored yet, and the layer. The attention function attends to the layer and stores the tokens in it. Some models pass it to
+    later layers (Gemma 4); the last of them stores the tokens."""
 
     layer: LowBitLayer
     key: torch.Tensor
     value: torch.Tensor
 
     def to(self, device: torch.device, non_blocking: bool = False) -> LayerView:
-        """Itself: layers that attend to it bring their queries along, to the device that it is on."""
+        """The view itself: layers that attend to it move their queries to its device."""
         return self
 
     def __getattr__(self, name: str):

@@ -6,7 +6,7 @@ other set, and `dynamic` another one for each length. So a text that is read in 
 text read whole.
 
 The length that chose the frequencies of a pass is called its `read length` here: that of the longest row, or the one that
-`reading_length` names.
+`prefill_length` names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 #: the read length of this thread's forward passes; `None`: that of their longest row
-reading_length: contextvars.ContextVar[int | None] = contextvars.ContextVar("reading_length", default=None)
+prefill_length: contextvars.ContextVar[int | None] = contextvars.ContextVar("reading_length", default=None)
 #: the method in which some models drop their cache
 PREPARE = "prepare_inputs_for_generation"
 
@@ -86,7 +86,7 @@ def length_rope(model_or_config: Any) -> LengthRope | None:
 
 def drop_limit(model_or_config: Any) -> int | None:
     """Tokens up to which the model's own `generate` keeps a cache; `None`: always. Phi's models drop a cache whose text
-    grows beyond that, whatever their rotary embeddings are, and go on with a `DynamicCache`."""
+    grows beyond that, whatever their rotary embeddings are, and continue with a `DynamicCache`."""
     if isinstance(model_or_config, PreTrainedModel):
         cls, config = type(model_or_config), model_or_config.config
     else:
@@ -99,7 +99,7 @@ def drop_limit(model_or_config: Any) -> int | None:
 
 
 def warn_of_drop(model_or_config: Any) -> None:
-    """Warn the user who makes a cache for a model whose own `generate` drops it."""
+    """Warn when a cache is made for a model whose `generate` drops it."""
     limit = drop_limit(model_or_config)
     config = getattr(model_or_config, "config", model_or_config)
     if limit is None or PREPARE in vars(model_or_config) or getattr(config, "max_position_embeddings", limit) <= limit:
@@ -143,7 +143,7 @@ class ReadLengths:
     warned: bool = False
 
     def forget(self) -> None:
-        """The cache was emptied."""
+        """Called when the cache is emptied."""
         self.__dict__.update(vars(ReadLengths(self.rope, warned=self.warned)))
 
     @property
@@ -157,7 +157,7 @@ class ReadLengths:
         Raises:
             ValueError: the cache is a fork, and the pass does not agree with the stored tokens. Warns otherwise.
         """
-        forced = reading_length.get()
+        forced = prefill_length.get()
         layer = cache.packed_layers[0]
         if not self.started and layer.length.at_least == 0:
             self.first, self.columns = forced, tokens
@@ -170,7 +170,7 @@ class ReadLengths:
             self.mix(cache, read)
 
     def mix(self, cache: Any, read: int) -> None:
-        """The text goes on with a read length that does not agree with the stored tokens. Raises as `note` does."""
+        """The text continues with a read length that does not agree with the stored tokens. Raises as `note` does."""
         what = (
             f"the rotary embeddings of model_type={cache.config.model_type!r} are {self.rope.name!r} and change beyond "
             f"{self.rope.limit} tokens; the cache holds tokens of a text that had {self.first_read(cache)} when it was read"
@@ -208,7 +208,7 @@ class ReadLengths:
         return read is not None and self.rope.agree(read, tokens)
 
     def restored(self, read: int, mixed: bool = False) -> None:
-        """The cache got contents that were read with this length."""
+        """Called when the cache gets contents that were read with this length."""
         self.first, self.columns, self.mixed = read, None, mixed
 
 

@@ -46,7 +46,7 @@ from .native_layers import (
 from .overrun import OverrunError, OverrunWatch
 from .packed_layers import packed_sides, readers, stream_sizes
 from .pass_guard import PassGuard
-from .served_models import check_reading, check_split_heads, text_config, tp_size, unwrap
+from .served_models import check_attention_kind, check_split_heads, text_config, tp_size, unwrap
 from .spoiled_keys import warn_of_spoiled_keys
 from .token_counts import Seen
 
@@ -66,7 +66,7 @@ class LowBitCache(Cache, PushToHubMixin):
             `"hadamard"`, `"smooth"`, `"matrix"`, several joined by `+`. Apart from rounding they do not change
             attention.
         max_cache_len: preallocate for this many tokens, at addresses that never change, so that `generate` can compile
-            the step; `None`: grow by blocks of pages.
+            the step; `None`: grow by slabs of pages.
         backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`; `None`: the environment variable `HF_LOWBIT_KV_BACKEND`, or
             the fastest for the device.
         dense_layers: indices of layers to keep in the model's dtype: `per_layer` of dense formats.
@@ -80,7 +80,7 @@ class LowBitCache(Cache, PushToHubMixin):
             searched.
         allow_other_weights: accept a calibration that was made for other weights of the same sizes (a fine-tune,
             another adapter). Accuracy is not known then, and `summary()` says so.
-        reading: refuse a model whose layers have another reading: `"separate"` (keys and values) or `"latent"` (MLA).
+        attention_kind: refuse a model whose layers have another one: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
         ValueError: the model cannot be served (encoder-decoder, nothing to pack, no attention interface); only the
@@ -120,7 +120,7 @@ class LowBitCache(Cache, PushToHubMixin):
         per_layer: PerLayer | None = None,
         parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None = None,
         preset: str | None = None,
-        reading: str | None = None,
+        attention_kind: str | None = None,
         calibration: calibration_file.Calibration | str | Path | None = None,
         allow_other_weights: bool = False,
         **unknown: NoReturn,
@@ -143,7 +143,7 @@ class LowBitCache(Cache, PushToHubMixin):
         layers = native_layers(config, max_cache_len)
         model_sides = packed_sides(model_or_config, config, layers)
         packed = list(model_sides)
-        check_reading(reading, config, model_sides)
+        check_attention_kind(attention_kind, config, model_sides)
         specs = layer_specs(spec, per_layer, dense_layers, config, model_sides)
         sizes = stream_sizes(config, model_sides)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
@@ -233,7 +233,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self._warned = True
             warn_if_dense(layer.config, layer.holds_packed)
-        if layer_idx < self._first_packed_index:  # native layers do not refuse such chunks
+        if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         make_anew_for_other_rows(layer, rows)
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -452,7 +452,7 @@ class LowBitCache(Cache, PushToHubMixin):
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
         """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
 
-        Full pages are shared, because they are never written to. Each fork has its own window and open pages. `nbytes`
+        Full pages are shared, because they are never written to. Each fork has its own window and partial pages. `nbytes`
         counts a shared page once: in the oldest living cache that uses it.
 
         Args:
@@ -508,7 +508,7 @@ class LowBitCache(Cache, PushToHubMixin):
         for packed in new.packed_layers:
             packed.guard, packed.tables = new.guard, tables
         if config is self.config:
-            del memo[id(self.config)]  # what else is copied along is not ours to share
+            del memo[id(self.config)]  # other objects in the copy are not shared
         return new
 
     @property
@@ -576,14 +576,14 @@ class LowBitCache(Cache, PushToHubMixin):
         self.guard.check_whole(self)
 
     def _look_at_model(self, tokens: int) -> None:
-        """A pass begins. Remember the model that fills an empty cache; raise if it is another one by the time that a prompt
-        goes on."""
+        """A pass begins. Remember the model that fills an empty cache; raise if another model
+        continues a prompt."""
         first = self._first_packed_layer
         if not first.first_packed:  # the pool knows which texts its rows hold
             return
         if first.length.at_least == 0 or first.filled_by is None:
             first.filled_by = FilledBy(self._look())
-        elif tokens > 1 and first.filled_by.running is None:  # else the attention function knows what runs
+        elif tokens > 1 and first.filled_by.running is None:  # otherwise the attention function knows the running model
             self.check_model()
 
     def _look(self, model: Any = None) -> Look | None:

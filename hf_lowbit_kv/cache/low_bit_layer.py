@@ -18,7 +18,7 @@ from ..storage.model_sides import DIRECT, ModelSide
 from ..storage.page_pool import PageTables
 from ..storage.paged_store import PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
-from ..storage.step import Chunk
+from ..storage.step import StepInputs
 from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_launches_nothing
 from .filled_by import FilledBy, another_model
@@ -33,7 +33,7 @@ Contents = tuple[PagedStore | None, Length]
 
 
 def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
-    """The properties of a chunk `[B, H, S, D]` that must not change while tokens are stored."""
+    """The properties of new tokens `[B, H, S, D]` that must not change while tokens are stored."""
     return {
         "batch size": key_states.shape[0],
         "number of KV heads": key_states.shape[1],
@@ -72,7 +72,7 @@ class LowBitLayer(CacheLayerMixin):
         max_cache_len: tokens to preallocate for, or `None` to grow.
         backend: see `backends.choice`.
         tp_size: number of tensor-parallel ranks; each may hold a part of the KV heads.
-        model_side: the model's side of the layer's reading.
+        model_side: the model's side of the layer's attention kind.
         parameters: tensors by full name, see `LayerSpec.parameters`.
     """
 
@@ -82,9 +82,9 @@ class LowBitLayer(CacheLayerMixin):
     first_packed = False
     #: indices of the first and the last layer that attends to the tokens of a pass; `None`: only this layer
     readers: tuple[int, int] | None = None
-    #: of a chunk of several tokens that later layers attend to, too: its padding, and which tokens see which (see
-    #: `read_prompt`)
-    chunk_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    #: of several new tokens that later layers attend to, too: their padding, and which tokens see which (see
+    #: `prefill`)
+    new_token_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     # `_forget` sets these and says what they count
     _in_tail: int
     filled_by: FilledBy | None
@@ -130,10 +130,10 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
-        served = choice.Served(key_states.device, key_states.dtype, self.spec, head_dims)
-        self.backend = choice.choose_backend(self.requested_backend, served)
-        self.backend_shown = choice.describe_backend(self.requested_backend, self.backend, served)
-        self.why_slow_reference = choice.why_slow_reference(self.requested_backend, self.backend, served)
+        setup = choice.LayerSetup(key_states.device, key_states.dtype, self.spec, head_dims)
+        self.backend = choice.choose_backend(self.requested_backend, setup)
+        self.backend_shown = choice.describe_backend(self.requested_backend, self.backend, setup)
+        self.why_slow_reference = choice.why_slow_reference(self.requested_backend, self.backend, setup)
         self.spec = choice.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         sizes = self.batch_size, heads, *head_dims, self.dtype, self.device, self.length.capacity
@@ -159,8 +159,8 @@ class LowBitLayer(CacheLayerMixin):
         return self._prepared[1]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Take a chunk `[B, H, S, D]`. If our attention function is selected, it returns (view, view) and stores
-        nothing yet. With any other, it stores the chunk (padding too), and returns dense keys and values of all tokens
+        """Take new tokens `[B, H, S, D]`. If our attention function is selected, it returns (view, view) and stores
+        nothing yet. With any other, it stores the tokens (padding too), and returns dense keys and values of all tokens
         seen."""
         if torch.compiler.is_compiling() and not self.length.fixed:
             return self._update_uncompiled(key_states, value_states)
@@ -211,9 +211,9 @@ class LowBitLayer(CacheLayerMixin):
         return self.get_max_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
-        """Length and offset of the keys that a mask must cover. Our attention function needs a mask only for the chunk.
+        """Length and offset of the keys that a mask must cover. Our attention function needs a mask only for the new tokens.
 
-        transformers calls this before any layer runs, so chunks that are empty or do not fit are rejected here.
+        transformers calls this before any layer runs, so new tokens that are none or do not fit are rejected here.
         """
         seen = self.get_seq_length()
         if query_length == 0:
@@ -333,10 +333,10 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def check_positions(self, chunk: torch.Tensor, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """`PassGuard.check_text`, once a pass. chunk: queries `[B, Hq, S, D]`."""
+    def check_positions(self, queries: torch.Tensor, position_ids: Any, mask: torch.Tensor | None) -> None:
+        """`PassGuard.check_text`, once a pass. queries: `[B, Hq, S, D]`."""
         if self.first_packed and not torch.compiler.is_compiling():
-            self.guard.check_text(self, chunk.shape[2], position_ids, mask)
+            self.guard.check_text(self, queries.shape[2], position_ids, mask)
 
     def check_module(self, module: torch.nn.Module, tokens: int) -> None:
         """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and
@@ -348,18 +348,18 @@ class LowBitLayer(CacheLayerMixin):
         elif tokens > 1 and (reason := self.filled_by.why_not(module)) is not None:
             raise ValueError(another_model(reason))
 
-    def step(self, chunk: Chunk) -> torch.Tensor:
+    def step(self, inputs: StepInputs) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, n, Hq, D]`."""
-        return self._read(chunk, stores=True)
+        return self._read(inputs, stores=True)
 
-    def attend(self, chunk: Chunk) -> torch.Tensor:
-        """As `step`, but the chunk is not stored yet: a later layer of the model attends to it, too."""
-        return self._read(chunk, stores=False)
+    def attend(self, inputs: StepInputs) -> torch.Tensor:
+        """As `step`, but the tokens are not stored yet: a later layer of the model attends to them, too."""
+        return self._read(inputs, stores=False)
 
-    def _read(self, chunk: Chunk, stores: bool) -> torch.Tensor:
+    def _read(self, inputs: StepInputs, stores: bool) -> torch.Tensor:
         if torch.compiler.is_compiling() and not self.length.fixed:
-            return self._read_uncompiled(chunk, stores)
-        tokens, compiling = chunk.tokens, torch.compiler.is_compiling()
+            return self._read_uncompiled(inputs, stores)
+        tokens, compiling = inputs.tokens, torch.compiler.is_compiling()
         seen = self.length.at_least
         first = not compiling and seen == 0
         if stores:
@@ -367,56 +367,58 @@ class LowBitLayer(CacheLayerMixin):
         store = self.store
         assert store is not None
         if first and tokens > 1:
-            self._expect_steps(chunk)
-        if first and tokens > 1 and chunk.mask is None and chunk.softcap is None and chunk.sinks is None:
+            self._expect_steps(inputs)
+        if first and tokens > 1 and inputs.mask is None and inputs.softcap is None and inputs.sinks is None:
             # nothing is stored yet: PyTorch's own kernels attend exactly, and need neither mask nor transform
-            out = self.model_side.prompt(chunk.queries, chunk.k, chunk.v, chunk.scaling)
+            out = self.model_side.prompt(inputs.queries, inputs.k, inputs.v, inputs.scaling)
             if stores:
-                ops.append(chunk._replace(q=None), store, self.backend)
+                ops.append(inputs._replace(q=None), store, self.backend)
         else:
             if tokens > 1 and not compiling:  # in a decode step Python may not know the length (`_check_capacity`)
-                chunk = chunk._replace(seen=seen)
-            if (queries := self.model_side.queries(chunk.queries)) is not chunk.q:
-                chunk = chunk._replace(q=queries)
-            out = self.model_side.outputs((ops.step if stores else ops.attend)(chunk, store, self.backend))
+                inputs = inputs._replace(seen=seen)
+            if (queries := self.model_side.queries(inputs.queries)) is not inputs.q:
+                inputs = inputs._replace(q=queries)
+            out = self.model_side.outputs((ops.step if stores else ops.attend)(inputs, store, self.backend))
         if stores and not compiling:
-            self._stored(tokens, chunk.mask)
+            self._stored(tokens, inputs.mask)
         return out
 
     _read_uncompiled = torch.compiler.disable(_read)
 
-    def _expect_steps(self, chunk: Chunk) -> None:
+    def _expect_steps(self, inputs: StepInputs) -> None:
         """Start compiling the decode kernels while the prompt is prefilled."""
         assert self.store is not None
-        ops.expect_steps(chunk, self.store, self.backend, chunk.mask is not None or GENERATE_KEEPS_MASKS)
+        ops.expect_steps(inputs, self.store, self.backend, inputs.mask is not None or GENERATE_KEEPS_MASKS)
 
     def reads_any_prompt(self) -> bool:
         """Whether a first prompt may come whose attention is not causal: nothing is stored, and streams are keys and values."""
-        direct = self.spec.reading.name == "separate"
+        direct = self.spec.attention_kind.name == "separate"
         return direct and self.length.at_least == 0 and int(self.get_seq_length()) == 0
 
     def _stored(self, tokens: int, mask: torch.Tensor | None) -> None:
         self._note_tail(tokens, mask)
-        self.chunk_masks = None, None
+        self.new_token_masks = None, None
         self.guard.end()
 
-    def read_prompt(self, chunk: Chunk, allowed: torch.Tensor, stores: bool = True) -> torch.Tensor:
+    def prefill(self, inputs: StepInputs, allowed: torch.Tensor, stores: bool = True) -> torch.Tensor:
         """As `step`, for a first prompt whose tokens attend to others as `allowed` says, bool `[B or 1, 1, S, S]`."""
         if stores:
-            self._make_room(chunk.tokens, "packed")
-        allowed, store = allowed[:, :, chunk.tokens_before :], self.store
+            self._make_room(inputs.tokens, "packed")
+        allowed, store = allowed[:, :, inputs.tokens_before :], self.store
         assert store is not None
-        self._expect_steps(chunk)
-        if chunk.softcap is None and chunk.sinks is None:
-            grouped = chunk.queries.shape[1] != chunk.k.shape[1]
+        self._expect_steps(inputs)
+        if inputs.softcap is None and inputs.sinks is None:
+            grouped = inputs.queries.shape[1] != inputs.k.shape[1]
             out = F.scaled_dot_product_attention(
-                chunk.queries, chunk.k, chunk.v, attn_mask=allowed, scale=chunk.scaling, enable_gqa=grouped
+                inputs.queries, inputs.k, inputs.v, attn_mask=allowed, scale=inputs.scaling, enable_gqa=grouped
             ).transpose(1, 2)
         else:
-            out = plain_attention(chunk.queries, chunk.k, chunk.v, allowed, chunk.scaling, chunk.softcap, chunk.sinks)
+            out = plain_attention(
+                inputs.queries, inputs.k, inputs.v, allowed, inputs.scaling, inputs.softcap, inputs.sinks
+            )
         if stores:
-            ops.append(chunk._replace(q=None), store, self.backend)
-            self._stored(chunk.tokens, chunk.mask)
+            ops.append(inputs._replace(q=None), store, self.backend)
+            self._stored(inputs.tokens, inputs.mask)
         return out
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
@@ -431,7 +433,7 @@ class LowBitLayer(CacheLayerMixin):
                 refuse_backward(torch.cat([keys, key_states], dim=2), key_states),
                 refuse_backward(torch.cat([values, value_states], dim=2), value_states),
             )
-        ops.append(Chunk(None, key_states.detach(), value_states.detach()), store, self.backend)
+        ops.append(StepInputs(None, key_states.detach(), value_states.detach()), store, self.backend)
         self._note_tail(key_states.shape[2], None)
         self.guard.end()
         return out
@@ -442,7 +444,7 @@ class LowBitLayer(CacheLayerMixin):
         # at least this many of every row's newest tokens are not packed yet
         self._in_tail = 0
         self._padding = Padding()
-        self.chunk_masks = None, None
+        self.new_token_masks = None, None
         # the model that computed these tokens, in the cache's first packed layer
         self.filled_by = None
 
@@ -500,7 +502,7 @@ class LowBitLayer(CacheLayerMixin):
         return count
 
     def check(self, tokens: int | None, properties: dict[str, Any]) -> None:
-        """Raise, before anything changes, if this layer cannot take a chunk of this many tokens (`None`: not known)
+        """Raise, before anything changes, if this layer cannot take this many new tokens (`None`: not known)
         with these properties (some of `_properties`)."""
         mode = self._current_mode()
         if tokens is not None and not torch.compiler.is_compiling():
@@ -525,7 +527,7 @@ class LowBitLayer(CacheLayerMixin):
         return bool((self.store.state.length != int(self.get_seq_length())).any())
 
     def _misfits(self, properties: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """The properties in which a chunk differs from the store, with both values."""
+        """The properties in which new tokens differ from the store, with both values."""
         store = self.store
         stored = {
             "batch size": store.batch_size,

@@ -54,7 +54,7 @@ def from_preset(
     options: dict[str, Any] = {field: getattr(preset, field) for field in fields}
     if overrides.get("residual_length") is not None and "residual" not in overrides:
         del options["residual"]
-    options |= {"preset": preset.name, "reading": preset.reading, **overrides}
+    options |= {"preset": preset.name, "attention_kind": preset.attention_kind, **overrides}
     if (nbits := options.pop("nbits", None)) is not None:
         for name_of_side in ("bits_k", "bits_v"):
             options[name_of_side] = one_of(name_of_side, options.get(name_of_side), "nbits", nbits, None)
@@ -197,7 +197,7 @@ class MLAFP8Cache(LowBitCache):
         **options: Unpack[LatentCacheOptions],
     ):
         residual = one_of("residual", residual, "residual_length", residual_length, default=0)
-        super().__init__(model, "fp8", "dense", residual=residual, reading="latent", **options)
+        super().__init__(model, "fp8", "dense", residual=residual, attention_kind="latent", **options)
 
 
 class VecInferCache(LowBitCache):

@@ -2,7 +2,7 @@
 between a token's place in the text and its position after images.
 
 The model has those of the text that it read last. A cache remembers those of its own text, so that they can be copied,
-saved, and given back to the model before the text goes on.
+saved, and restored in the model before the text continues.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ModelPositions:
         self._present = _last[model] = present
 
     def give_back(self, model: Any) -> None:
-        """Let the model go on with this text."""
+        """Let the model continue this text."""
         if self.values is None:
             return
         places = _places_in(model)

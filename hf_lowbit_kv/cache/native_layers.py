@@ -23,7 +23,7 @@ class RecordableSlidingLayer(StaticSlidingWindowLayer):
     to the device, which a CUDA graph cannot contain. This class writes to the last slot by a slice."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """As in transformers: takes keys and values `[B, H, S, D]` of a chunk, returns those that the chunk attends
+        """As in transformers: takes keys and values `[B, H, S, D]` of new tokens, returns those that these attend
         to."""
         full = self.is_initialized and self.cumulative_length_int >= self.max_cache_len
         if not full or key_states.shape[-2] > 1 or torch.compiler.is_compiling():

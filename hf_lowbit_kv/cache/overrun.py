@@ -1,4 +1,4 @@
-"""Tokens that came to a full cache.
+"""Tokens without room in a full cache.
 
 Operations count tokens without room on the device (`LayerState.lost`). A decode step must not wait for the device. So
 the CPU queues a copy of the count, and looks at the copy when it has arrived, usually a step later.
@@ -21,11 +21,11 @@ def _message(capacity: int, lost: int) -> str:
 
 
 class OverrunWatch:
-    """The CPU's knowledge of one layer's lost tokens. A copy knows nothing, because the copied layer has its own
+    """The lost tokens of one layer, as far as the CPU knows them. A copy starts empty, because the copied layer has its own
     count."""
 
     def __init__(self) -> None:
-        self._arrived: torch.cuda.Event | None = None  # recorded after the copy that is under way
+        self._arrived: torch.cuda.Event | None = None  # event after the copy in flight
         self._copy: torch.Tensor | None = None
 
     def __reduce__(self):
@@ -48,7 +48,7 @@ class OverrunWatch:
             return
         if torch.cuda.is_current_stream_capturing():  # no copy may be queued while a graph is recorded
             return
-        at_once = wait or torch.cuda.current_stream(lost.device).query()  # an idle device answers at once
+        at_once = wait or torch.cuda.current_stream(lost.device).query()  # an idle device has the copy at once
         if self._arrived is not None and (at_once or self._arrived.query()):
             self._look(capacity)
         if self._arrived is None:

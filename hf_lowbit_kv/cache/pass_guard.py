@@ -1,7 +1,7 @@
 """Checks of a cache's forward passes: interruption, and prompts of another text.
 
 A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer
-reports when it begins to store its chunk, and when it has stored it (`PassGuard.end`).
+reports when it begins to store the new tokens, and when it has stored it (`PassGuard.end`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def another_text(tokens: int, seen: int) -> str:
 
 
 def same_text_again(tokens: int, seen: int) -> str:
-    """The message for a text of `tokens` tokens that comes in whole, although the cache holds its beginning."""
+    """The message for a text of `tokens` tokens that is passed whole, although the cache holds its beginning."""
     return (
         f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: with use_cache=False each step would "
         "store the whole text again. If that comes from the checkpoint, set model.generation_config.use_cache = True, or pass "
@@ -33,11 +33,11 @@ def same_text_again(tokens: int, seen: int) -> str:
 
 
 class PassGuard:
-    """Finds passes that left their tokens in some layers and not in others, and texts that do not continue the stored one.
+    """Detects passes that stored tokens only in some layers, and texts that do not continue the stored text.
 
     Packed and sliding layers hold as many tokens as they have read. Recurrent layers hold a state, so their passes are
     counted here, and compared with those of the first packed layer. Compiled and recorded passes are not counted. An
-    interruption inside the last layer goes unnoticed if that layer is recurrent.
+    interruption inside the last layer is not detected if that layer is recurrent.
 
     Args:
         first_packed: index of the cache's first packed layer. sliding: indices of its sliding layers.
@@ -51,7 +51,8 @@ class PassGuard:
 
     def forget(self) -> None:
         """Nothing is stored, or no recurrent layer has read since the tokens were put here."""
-        #: whether a layer is storing or dropping tokens, or choosing rows. If a pass begins then, that was interrupted
+        #: whether a layer is storing or dropping tokens, or choosing rows. If a pass begins meanwhile, the earlier one was
+        #: interrupted
         self.changing = False
         #: passes that have reached the first packed layer, and those that each recurrent layer has read
         self.passes = 0
@@ -69,12 +70,12 @@ class PassGuard:
         """A pass begins.
 
         Args:
-            tokens: of the chunk. arguments: what the model hands to its layers.
+            tokens: number of new tokens. arguments: those that the model passes to its layers.
 
         Raises:
             RuntimeError: the last pass was interrupted.
             ValueError: a model that runs with `use_cache=False` reads a text again whose beginning is stored. Waits for the
-                device. Some models always hand on that value, so it is no error by itself.
+                device. Some models always pass that value, so it is no error by itself.
         """
         self.check_whole(cache)
         seen, positions = cache.layers[self.first_packed].length.at_least, arguments.get("position_ids")
@@ -82,7 +83,7 @@ class PassGuard:
             return
         if positions.shape[-1] != tokens:
             return
-        # a row that holds tokens, and gets a whole text without padding; tokens that are hidden may have any position
+        # a row with stored tokens gets a whole text without padding; hidden tokens may have any position
         stored = cache.layers[self.first_packed].store.state.length[:, 0] > 0
         whole = (positions == torch.arange(tokens, device=positions.device)).all(-1)
         if bool((whole.to(stored.device) & stored).any()):
@@ -102,13 +103,13 @@ class PassGuard:
             self.read[layer] = self.passes
 
     def end(self) -> None:
-        """A layer has stored its chunk."""
+        """A layer has stored the new tokens."""
         self.changing = False
 
     @contextmanager
     def change(self) -> Iterator[None]:
         """Inside this context all layers drop tokens. If that ends in an exception, e.g. because memory runs out between two
-        layers, the next pass finds it."""
+        layers, the next pass detects it."""
         before, self.changing = self.changing, True
         yield
         self.changing = before
@@ -128,11 +129,12 @@ class PassGuard:
     # ---- texts ----------------------------------------------------------------------------------------------------
 
     def check_text(self, layer: Any, tokens: int, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """Raise `ValueError` if a chunk belongs to a prompt that is not longer than what is stored. Waits for the device.
+        """Raise `ValueError` if new tokens belong to a prompt that is not longer than what is stored. Waits for the device.
 
         Args:
-            layer: the first packed layer. tokens: of the chunk. position_ids: what the model hands to its layers. mask: the
-                chunk's padding, bool `[B, S]`; `None`: it has none.
+            layer: the first packed layer. tokens: number of new tokens. position_ids: those that the model passes to its
+                layers. mask: the
+                padding of the new tokens, bool `[B, S]`; `None`: there is none.
         """
         seen = layer.length.at_least
         if tokens == 1 or seen == 0:
@@ -149,7 +151,7 @@ class PassGuard:
 
 def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
     """Length of a prompt that is not longer than what the cache holds, from the positions of the part that transformers'
-    `generate` reads of it. `None`: another chunk.
+    `generate` reads of it. `None`: other tokens.
 
     `generate` skips the tokens that the cache holds: of a prompt of `n` tokens it reads `ids[:, -(n - seen):]`. If `n` is
     not more than `seen`, this slice has the last `2 n - seen` tokens, or all if both are equal. Their positions begin
@@ -165,13 +167,14 @@ def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
 
 
 def _is_padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
-    """Whether a chunk with at least as many columns as the cache has, perhaps some of them padding, is a prompt of its own.
+    """Whether new tokens with at least as many columns as the cache has, perhaps some of them padding, are a prompt of their
+    own.
 
     `generate` reads such a prompt whole (see `_cut_prompt`), and counts the positions of a row from its first token on. In
-    a chunk that goes on they count what the row has stored, too. Rows without stored or new tokens are inconclusive.
+    a continued row they include its stored tokens. Rows without stored or new tokens are inconclusive.
 
     Args:
-        position_ids: `[B or 1, S]`. mask: the chunk's padding, bool `[B, S]`; `None`: it has none. stored: tokens of each
+        position_ids: `[B or 1, S]`. mask: the new tokens' padding, bool `[B, S]`; `None`: there is none. stored: tokens of each
             row, int `[B]`.
     """
     if mask is None:

@@ -22,8 +22,8 @@ class RingLayer(CacheLayerMixin):
     In decode steps (`positions` is given) it stores one token of each row and returns whole rings; `RingOffset` masks slots.
     A row that takes no part stores a token too. It does no harm, because the row's next token goes to the same slot.
 
-    Without `positions` it is a layer of one row, which stores chunks and returns tokens in order, as transformers' growing
-    layer does.
+    Without `positions` it is a layer of one row, which stores new tokens and returns all tokens in order, as transformers'
+    growing layer does.
 
     Args:
         window: number of tokens that a token attends to, itself included.
@@ -54,16 +54,16 @@ class RingLayer(CacheLayerMixin):
         self.length = length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> Pair:
-        """Store a chunk `[rows, kv_heads, S, head_dim]`. Returns the keys and values that it attends to."""
-        chunk = key_states, value_states
+        """Store new tokens `[rows, kv_heads, S, head_dim]`. Returns the keys and values that they attend to."""
+        new_tokens = key_states, value_states
         if self.slots is None:
             stored = self.newest(self.window - 1)
-            self.put(*chunk)
+            self.put(*new_tokens)
             if self.length == 0:
-                return chunk
+                return new_tokens
             return torch.cat([stored[0], key_states], dim=2), torch.cat([stored[1], value_states], dim=2)
         slots = self.slots.to(key_states.device)[:, None, None, None]
-        for ring, states in zip((self.keys, self.values), chunk, strict=True):
+        for ring, states in zip((self.keys, self.values), new_tokens, strict=True):
             ring.scatter_(2, slots.expand_as(states), states)
         return self.keys, self.values
 

@@ -121,7 +121,7 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
     names: dict[int, str] = {}
     for index, layer in contents.layers.items():
         tokens, prefix = layer.tokens, f"layers.{index}"
-        tensors[f"{prefix}.pages"] = torch.cat(tokens.blocks) if len(tokens.blocks) != 1 else tokens.blocks[0]
+        tensors[f"{prefix}.pages"] = torch.cat(tokens.slabs) if len(tokens.slabs) != 1 else tokens.slabs[0]
         tensors[f"{prefix}.table"] = tokens.table.int()
         for part, pairs in (("sink", tokens.sinks), ("tail", tokens.tails)):
             for side, parts in zip(_SIDES, zip(*pairs, strict=True), strict=True):
@@ -191,7 +191,7 @@ class Saved(NamedTuple):
 
 @contextlib.contextmanager
 def opened(source: str | Path, revision: str | None = None, token: str | bool | None = None) -> Iterator[Saved]:
-    """Open the saved cache in a folder or a hub repository. What another process saves meanwhile does not change it.
+    """Open the saved cache in a folder or a hub repository. Later saves of other processes do not change it.
 
     Raises:
         FileNotFoundError: there is none. ValueError: as `read_description`, or the tensors are not there.

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache
 
+from ..storage.attention_kinds import parse_attention_kind
 from ..storage.model_sides import ModelSide
-from ..storage.readings import parse_reading
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -124,11 +124,15 @@ def longest_text(config: PreTrainedConfig) -> int | None:
     return reach
 
 
-def check_reading(reading: str | None, config: PreTrainedConfig, model_sides: dict[int, ModelSide]) -> None:
-    """Raise if a layer has another reading than `reading`."""
-    if reading is None or all(model_side.reading == parse_reading(reading) for model_side in model_sides.values()):
+def check_attention_kind(
+    attention_kind: str | None, config: PreTrainedConfig, model_sides: dict[int, ModelSide]
+) -> None:
+    """Raise if a layer has another attention kind."""
+    if attention_kind is None or all(
+        model_side.attention_kind == parse_attention_kind(attention_kind) for model_side in model_sides.values()
+    ):
         return
-    if reading == "latent":
+    if attention_kind == "latent":
         raise ValueError(
             f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
             "one, e.g. from_preset('fp8', model), from_preset('int8', model) or KIVICache(model)"

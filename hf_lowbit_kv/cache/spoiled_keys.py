@@ -103,14 +103,14 @@ def spoiled_keys(
 
 def needs_small_biases(spec: LayerSpec) -> bool:
     """Whether large key biases would spoil the keys of a layer."""
-    return spec.reading.name == "separate" and spec.key_format.for_biased_keys != spec.key_format
+    return spec.attention_kind.name == "separate" and spec.key_format.for_biased_keys != spec.key_format
 
 
 def needs_even_channels(spec: LayerSpec) -> bool:
     """Whether the keys of a layer have a range per channel after a rotation that is not calibrated."""
     fused = spec.key_transform.fused
     rotated = fused is not None and fused.rotated and not fused.scaled
-    return rotated and spec.reading.name == "separate" and not needs_small_biases(spec)
+    return rotated and spec.attention_kind.name == "separate" and not needs_small_biases(spec)
 
 
 def has_key_biases(model: torch.nn.Module) -> bool:

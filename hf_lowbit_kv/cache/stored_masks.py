@@ -1,6 +1,6 @@
-"""Masks that hide stored tokens: those at the end of a row are removed, all others are refused.
+"""Masks that hide stored tokens: tokens at the end of a row are removed, any others raise an error.
 
-A cache stores no padding. So a mask must hide what was padding, and show what is stored. Only passes of several tokens
+A cache stores no padding. So a mask must hide the padding, and show the stored tokens. Only passes of several tokens
 are compared with the cache, and only where torch does not compile them: a decode step never waits for the device.
 """
 
@@ -40,7 +40,7 @@ def honour_mask(seen: Seen, mask: torch.Tensor | None) -> bool:
     """
     layer, count = seen.layer, int(seen)
     if count == 0 or (mask is not None and len(mask) != layer.batch_size):
-        return False  # another number of rows is refused by the cache itself
+        return False  # the cache rejects another number of rows
     stored = layer.stored_positions()
     if stored is None and (mask is None or bool(mask[:, :count].all())):
         return False

@@ -26,7 +26,7 @@ def rows(cache: LowBitCache) -> dict[str, str]:
     uncompiled = f", steps not compiled: {reason}" if (reason := layers[0].why_not_compiled) else ""
     tokens = int(cache.get_seq_length(cache.layers.index(layers[0])))
     shown = {
-        " / ".join(spec.reading.streams): f"{spec.key_format} / {spec.value_format}",
+        " / ".join(spec.attention_kind.streams): f"{spec.key_format} / {spec.value_format}",
         "key transform": str(spec.key_transform),
         "value transform": str(spec.value_transform),
     }
@@ -88,7 +88,7 @@ def _differences(spec: LayerSpec, of_most: LayerSpec) -> str:
         "page_size": "page",
         "key_transform": "key transform",
         "value_transform": "value transform",
-        "reading": "read as",
+        "attention_kind": "read as",
     }
     others = [
         f"{name} {getattr(spec, field)}"

@@ -1,7 +1,7 @@
 """How many tokens a layer has seen and can hold, and which positions were padding.
 
 A growing layer counts in Python (`Length`). A preallocated layer counts on the device, because compiled and recorded steps
-advance the count there (`FixedLength`). Then Python knows only a lower bound, `at_least`. Callers treat both alike.
+advance the count there (`FixedLength`). Python then knows only a lower bound, `at_least`. Both have the same interface.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RingOffset(int):
 
 
 class Padding(Unstamped):
-    """Which of the positions that a cache has seen were padding: the masks of all passes that had one.
+    """The padding among the positions that a cache has seen: the masks of all passes with a mask.
 
     Positions count padding too, although it is not stored. Nothing waits for the device until `BLOCK` masks of single
     tokens are joined, or until a method says so.
@@ -201,7 +201,7 @@ class FixedLength(Length):
     #: whether `at_least` has just been compared with the device's count, so that the next check need not wait
     _compared = False
 
-    @torch.inference_mode(False)  # the count must be writable outside it
+    @torch.inference_mode(False)  # the count must be writable outside of inference mode
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.seen, self.at_least = torch.tensor(0), 0

@@ -14,7 +14,7 @@ from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..storage.model_sides import causal_attention
 from ..storage.reference import plain_attention
-from ..storage.step import Chunk
+from ..storage.step import StepInputs
 from .attention_weights import QUERY_BLOCK, PageGrid, weights_of
 from .calibration_windows import positions
 
@@ -77,9 +77,9 @@ def _observed_cache(
     for index, layer in enumerate(cache.layers):
         if layer not in cache.packed_layers:
             continue
-        if layer.spec.reading.name != "separate":
+        if layer.spec.attention_kind.name != "separate":
             raise ValueError(
-                f"layer {index} stores a {layer.spec.reading.name}, but attention weights need keys and values: pass "
+                f"layer {index} stores a {layer.spec.attention_kind.name}, but attention weights need keys and values: pass "
                 "attention=False (--no-attention)"
             )
         layer.step = layer.attend = _Step(functools.partial(see, index), grids)  # type: ignore[method-assign]
@@ -93,22 +93,22 @@ class _Step:
     def __init__(self, see: Callable[[tuple, Mapping[PageGrid, torch.Tensor]], None], grids: Collection[PageGrid]):
         self._see, self._grids, self._seen = see, grids, False
 
-    def __call__(self, chunk: Chunk) -> torch.Tensor:
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
         if not self._seen:
             self._seen = True
-            scaling, softcap, sinks = chunk.scaling, chunk.softcap, chunk.sinks
-            weights = weights_of(chunk.queries, chunk.k, self._grids, scaling, softcap, sinks)
-            self._see((chunk.k, chunk.v), weights)
-        return attend_in_full(chunk)
+            scaling, softcap, sinks = inputs.scaling, inputs.softcap, inputs.sinks
+            weights = weights_of(inputs.queries, inputs.k, self._grids, scaling, softcap, sinks)
+            self._see((inputs.k, inputs.v), weights)
+        return attend_in_full(inputs)
 
 
-def attend_in_full(chunk: Chunk) -> torch.Tensor:
+def attend_in_full(inputs: StepInputs) -> torch.Tensor:
     """Causal attention of a whole window to itself, in full precision: `[1, n, Hq, Dv]`."""
-    query, key, value, scaling = chunk.queries, chunk.k, chunk.v, chunk.scaling
-    softcap, sinks = chunk.softcap, chunk.sinks
+    query, key, value, scaling = inputs.queries, inputs.k, inputs.v, inputs.scaling
+    softcap, sinks = inputs.softcap, inputs.sinks
     if softcap is None and sinks is None:
         return causal_attention(query, key, value, scaling)
-    position, before = torch.arange(key.shape[2], device=key.device), chunk.tokens_before
+    position, before = torch.arange(key.shape[2], device=key.device), inputs.tokens_before
     outputs = []
     for low in range(before, key.shape[2], QUERY_BLOCK):
         high = min(low + QUERY_BLOCK, key.shape[2])

@@ -22,7 +22,7 @@ from ..presets import get_preset, preset_names
 def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
     """Presets within the budget that only lack a calibration, of `names` or else of all listed presets."""
     dense = LowBitCache(model, "dense", "dense")
-    if dense.spec.reading.name != "separate":
+    if dense.spec.attention_kind.name != "separate":
         return []  # presets for latents have no parameters
     sizes: dict[int, Any] = dense.packed_sizes
     uncalibrated = list[str]()
@@ -34,7 +34,7 @@ def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: 
                 spec.validate(*dims)
         except ValueError:
             continue  # the preset does not fit the model
-        if spec.reading.name != "separate" or not any(has_parameters):
+        if spec.attention_kind.name != "separate" or not any(has_parameters):
             continue
         try:
             from_preset(name, model, **overrides)

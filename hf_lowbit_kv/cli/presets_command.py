@@ -53,7 +53,7 @@ def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
         calibrated = is_calibrated(preset)
     else:
         spec = preset.spec()
-        widths = spec.reading.shown_widths(head_dim)
+        widths = spec.attention_kind.shown_widths(head_dim)
         spec.validate(*widths)
         calibrated, bits = bool(spec.parameters(*widths, 1)), spec.bits_per_value(tokens, head_dim)
     return {

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..cache import length_rope
 from ..cache.cache_argument import cache_in
-from ..cache.length_rope import PREPARE, drop_limit, reading_length
+from ..cache.length_rope import PREPARE, drop_limit, prefill_length
 from ..cache.low_bit_cache import LowBitCache
 from .overriding import original, overridden
 
@@ -32,7 +32,7 @@ def prefill_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
     if length_rope.length_rope(model) is None:
         yield
         return
-    token = reading_length.set(longest_row(mask))
+    token = prefill_length.set(longest_row(mask))
     try:
         with contextlib.ExitStack() as stack:
             for module in model.modules():
@@ -40,7 +40,7 @@ def prefill_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
                     stack.enter_context(overridden(module, forward))
             yield
     finally:
-        reading_length.reset(token)
+        prefill_length.reset(token)
 
 
 def longest_row(mask: torch.Tensor) -> int:
@@ -51,7 +51,7 @@ def longest_row(mask: torch.Tensor) -> int:
 def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Override of a rotary module's `forward`, which infers the length from the largest position. It appends the position
     of the last token of the text, and removes its result."""
-    call, length = original(self, "forward"), reading_length.get()
+    call, length = original(self, "forward"), prefill_length.get()
     if length is None:
         return call(x, position_ids, *args, **kwargs)
     last = position_ids.new_full((*position_ids.shape[:-1], 1), length - 1)

@@ -12,12 +12,12 @@ from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, 
 from ..cache.model_positions import joined_positions
 from ..cache.native_layer_contents import NativeContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import Block, PinnedPages
+from ..storage.page_pool import PinnedPages, Slab
 from ..storage.paged_store import read_pages
 from ..storage.stored_tokens import StoredTokens
 
 
-class Segment:
+class PageRange:
     """Consecutive pages of a row, of every packed layer: by layer, uint8 `[n, H, page_bytes]`. Never written.
 
     Args:
@@ -31,15 +31,15 @@ class Segment:
     def _set(self, pages: dict[int, torch.Tensor]) -> None:
         self.pages = pages
         # this comes before any cache uses them, so that no cache takes one of the pages as free
-        self._counts = {self._paging[index]: PinnedPages(len(block)) for index, block in pages.items()}
+        self._counts = {self._paging[index]: PinnedPages(len(slab)) for index, slab in pages.items()}
 
-    def block_of(self, index: int) -> Block:
+    def slab_of(self, index: int) -> Slab:
         """The counts of a layer's pages."""
-        return self._counts[self._paging[index]].block
+        return self._counts[self._paging[index]].slab
 
     @property
     def count(self) -> int:
-        """Largest number of pages of a layer: with an open page, layers may differ by one."""
+        """Largest number of pages of a layer: with a partial page, layers may differ by one."""
         return max(map(len, self.pages.values()), default=0)
 
     @property
@@ -48,11 +48,11 @@ class Segment:
 
     def trim(self, count: int) -> None:
         """Keep the first `count` pages."""
-        self._set({index: block[:count].clone() for index, block in self.pages.items()})
+        self._set({index: slab[:count].clone() for index, slab in self.pages.items()})
 
 
-#: segments, and how many pages of each
-Shared = Sequence[tuple[Segment, int]]
+#: ranges of pages, and how many pages of each
+Shared = Sequence[tuple[PageRange, int]]
 
 
 @dataclass(eq=False)
@@ -61,12 +61,12 @@ class KeptPrompt:
 
     Attributes:
         seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
-        segments: pages in order; for each segment, how many of its pages belong to this text. contents: all else, one row.
+        page_ranges: pages in order; for each range, how many of its pages belong to this text. contents: all else, one row.
     """
 
     seed: str
     ids: torch.Tensor
-    segments: list[tuple[Segment, int]]
+    page_ranges: list[tuple[PageRange, int]]
     contents: CacheContents
     header: dict[str, Any]
     """what a file of it says of model and cache"""
@@ -75,14 +75,14 @@ class KeptPrompt:
     def of(
         seed: str, ids: torch.Tensor, contents: CacheContents, header: dict[str, Any], shared: Shared = ()
     ) -> KeptPrompt:
-        """A text whose first pages are in `shared` already, and all others in one block of each layer."""
-        pages = {index: layer.tokens.blocks[0] for index, layer in contents.layers.items()}
-        segment = Segment(pages, {index: layer.spec.paging for index, layer in contents.layers.items()})
-        segments = list(shared)
-        if segment.count or not segments:  # an empty one has the shapes of pages, for a file
-            segments.append((segment, segment.count))
-        layers = {index: x._replace(tokens=x.tokens._replace(blocks=[])) for index, x in contents.layers.items()}
-        return KeptPrompt(seed, ids, segments, contents._replace(layers=layers), header)
+        """A text whose first pages are in `shared` already, and all others in one slab of each layer."""
+        pages = {index: layer.tokens.slabs[0] for index, layer in contents.layers.items()}
+        page_range = PageRange(pages, {index: layer.spec.paging for index, layer in contents.layers.items()})
+        page_ranges = list(shared)
+        if page_range.count or not page_ranges:  # an empty one has the shapes of pages, for a file
+            page_ranges.append((page_range, page_range.count))
+        layers = {index: x._replace(tokens=x.tokens._replace(slabs=[])) for index, x in contents.layers.items()}
+        return KeptPrompt(seed, ids, page_ranges, contents._replace(layers=layers), header)
 
     @property
     def native_layers(self) -> dict[int, NativeContents]:
@@ -113,7 +113,7 @@ def usable(prompt: KeptPrompt, match: int) -> int:
 
 
 def pages_in_common(prompt: KeptPrompt, match: int, paged: Sequence[int]) -> int:
-    """Number of full pages that a kept text and a row may share, if they share `match` tokens. 0 if layers differ.
+    """Number of full pages that a kept prompt and a row may share, if they share `match` tokens. 0 if layers differ.
 
     Args:
         paged: by packed layer, tokens of the row in pages.
@@ -127,20 +127,20 @@ def pages_in_common(prompt: KeptPrompt, match: int, paged: Sequence[int]) -> int
 
 @torch.no_grad()
 def equal_pages(prompt: KeptPrompt, cache: Any, row: int, count: int) -> int:
-    """How many of the first `count` pages of a kept text and of a cache's row have the same bytes in all layers. Texts that
+    """How many of the first `count` pages of a kept prompt and of a cache's row have the same bytes in all layers. Texts that
     were cut into other chunks have other bytes. Waits for the device."""
     stores = {index: cache.layers[index].store for index in prompt.contents.layers}
     if not count or any(store.spec != prompt.contents.layers[index].spec for index, store in stores.items()):
         return 0
     index, store = next(iter(stores.items()))
-    kept = [(segment.pages[index], pages) for segment, pages in prompt.segments]
-    at = torch.cat([block.data_ptr() + torch.arange(pages) * block.stride(0) for block, pages in kept])[:count]
+    kept = [(page_range.pages[index], pages) for page_range, pages in prompt.page_ranges]
+    at = torch.cat([slab.data_ptr() + torch.arange(pages) * slab.stride(0) for slab, pages in kept])[:count]
     same = store.state.page_address[row, :count].cpu() + store.state.pool[0].data_ptr() == at
     first = int(same.long().cumprod(0).sum())  # the row reads these where they lie
     equal = torch.ones(count - first, dtype=torch.bool, device=store.device)
     for index, store in stores.items() if first < count else ():
         of_row = read_pages(store.state.pool, store.state.page_table[row, first:count])
-        of_text = torch.cat([segment.pages[index][:pages] for segment, pages in prompt.segments])[first:count]
+        of_text = torch.cat([page_range.pages[index][:pages] for page_range, pages in prompt.page_ranges])[first:count]
         equal &= (of_row == of_text).flatten(1).all(1).to(equal.device)
     return first + int(equal.long().cumprod(0).sum())
 
@@ -159,27 +159,27 @@ def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> Ca
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
     parts = [prompt.contents.layers[index].tokens for prompt in prompts]
     like, spec = prompts[0].contents.layers[index], prompts[0].contents.layers[index].spec
-    blocks: list[torch.Tensor] = []
-    counts: list[Block] = []
+    slabs: list[torch.Tensor] = []
+    counts: list[Slab] = []
     first: dict[int, int] = {}
     rows = []
     for prompt, part in zip(prompts, parts, strict=True):
         left, ids = -(-part.paged[0] // spec.page_size), []
-        for segment, pages in prompt.segments:
-            block = segment.pages[index]
-            if id(block) not in first:
-                first[id(block)] = sum(map(len, blocks))
-                blocks.append(block)
-                counts.append(segment.block_of(index))
-            used = min(pages, len(block), left)
-            ids.append(torch.arange(used) + first[id(block)])
+        for page_range, pages in prompt.page_ranges:
+            slab = page_range.pages[index]
+            if id(slab) not in first:
+                first[id(slab)] = sum(map(len, slabs))
+                slabs.append(slab)
+                counts.append(page_range.slab_of(index))
+            used = min(pages, len(slab), left)
+            ids.append(torch.arange(used) + first[id(slab)])
             left -= used
         rows.append(torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64))
     table = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
     for row, ids_of_row in enumerate(rows):
         table[row, : len(ids_of_row)] = ids_of_row
     windows = [part.sinks[0] for part in parts], [part.tails[0] for part in parts]
-    stored = StoredTokens(blocks, table, [part.paged[0] for part in parts], *windows, counts)
+    stored = StoredTokens(slabs, table, [part.paged[0] for part in parts], *windows, counts)
     if tokens is not None:
         stored = stored.first(tokens, spec)
     in_tail = min(tail[0].shape[1] for tail in stored.tails)

@@ -17,7 +17,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.summary import Summary, table
 from ..storage.content_digests import fingerprint_digest, fingerprint_of
-from .kept_prompt import KeptPrompt, Segment, contents_for, equal_pages, pages_in_common, usable
+from .kept_prompt import KeptPrompt, PageRange, contents_for, equal_pages, pages_in_common, usable
 from .prompt_folder import PromptFolder
 
 
@@ -94,8 +94,10 @@ class PrefixStore:
     def nbytes(self) -> int:
         """Bytes of the texts on the device. Pages that several texts share count once."""
         with self._lock:
-            segments = {id(segment): segment.nbytes for prompt in self._prompts for segment, _ in prompt.segments}
-            return sum(segments.values()) + sum(prompt.window_bytes for prompt in self._prompts)
+            page_ranges = {
+                id(page_range): page_range.nbytes for prompt in self._prompts for page_range, _ in prompt.page_ranges
+            }
+            return sum(page_ranges.values()) + sum(prompt.window_bytes for prompt in self._prompts)
 
     def clear(self) -> None:
         """Drop all texts, the files too."""
@@ -246,7 +248,7 @@ class PrefixStore:
             if match == len(prompt.ids) and not prompt.native_layers:
                 self._prompts.remove(prompt)  # the new text continues it
                 continued.append(prompt)
-        shared = [] if alike is None else _first_pages(alike.segments, equal_pages(alike, cache, row, most))
+        shared = [] if alike is None else _first_pages(alike.page_ranges, equal_pages(alike, cache, row, most))
         contents = cache_contents.take(cache, row=row, first_page=sum(pages for _, pages in shared))
         self._prompts.append(KeptPrompt.of(key.digest, ids, contents, key.header, shared))
         for prompt in continued:
@@ -314,18 +316,18 @@ class PrefixStore:
             self._trim(oldest)
 
     def _trim(self, gone: KeptPrompt) -> None:
-        """Free pages that only this text used, in segments that other texts use too."""
-        for segment, _ in gone.segments:
-            used = [n for prompt in self._prompts for other, n in prompt.segments if other is segment]
-            if used and max(used) < segment.count:
-                segment.trim(max(used))
+        """Free pages that only this text used, in ranges that other texts use too."""
+        for page_range, _ in gone.page_ranges:
+            used = [n for prompt in self._prompts for other, n in prompt.page_ranges if other is page_range]
+            if used and max(used) < page_range.count:
+                page_range.trim(max(used))
 
 
-def _first_pages(segments: list[tuple[Segment, int]], pages: int) -> list[tuple[Segment, int]]:
+def _first_pages(page_ranges: list[tuple[PageRange, int]], pages: int) -> list[tuple[PageRange, int]]:
     out = []
-    for segment, count in segments:
+    for page_range, count in page_ranges:
         if pages > 0:
-            out.append((segment, min(count, pages)))
+            out.append((page_range, min(count, pages)))
             pages -= count
     return out
 

@@ -148,9 +148,9 @@ class PromptFolder:
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:
     contents, more = saved_cache.contents_in(description, tensors), description["more"]
     for index, layer in contents.layers.items():
-        (block,), ids = layer.tokens.blocks, layer.tokens.table[0]
-        if not torch.equal(ids, torch.arange(len(block))):
-            in_order = [read_pages([block], ids.to(block.device))]
-            contents.layers[index] = layer._replace(tokens=layer.tokens._replace(blocks=in_order))
+        (slab,), ids = layer.tokens.slabs, layer.tokens.table[0]
+        if not torch.equal(ids, torch.arange(len(slab))):
+            in_order = [read_pages([slab], ids.to(slab.device))]
+            contents.layers[index] = layer._replace(tokens=layer.tokens._replace(slabs=in_order))
     header = saved_cache.header_in(description, tensors)
     return KeptPrompt.of(more["seed"], torch.tensor(more["ids"]), contents, header)

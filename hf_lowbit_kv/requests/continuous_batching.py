@@ -28,7 +28,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..generation.enable import Enabled
 from ..presets import get_preset
 from .memory_budget import USABLE
-from .pool_steps import PoolSteps, alone, new_pool
+from .pool_steps import PoolSteps, exclusive_use, new_pool
 from .row_pool import Row
 from .sampling import on_device
 from .shared_prefixes import SharedPrefixes
@@ -186,7 +186,7 @@ class PackedRunner(ModelRunner):
         batch_data["logits_to_keep"] = batch_data["logits_indices"]
         before = self._running
         self._running = frozenset(each.state.request_id for each in self.inputs_and_outputs.requests_in_batch)
-        with alone(model):
+        with exclusive_use(model):
             if (
                 not self._running <= before
             ):  # checking the whole model takes longer than a step, so this is not done in each step
@@ -211,14 +211,14 @@ class PackedRunner(ModelRunner):
         batch = self.inputs_and_outputs.requests_in_batch
         if decoding:
             slots = on_device([row.slot for _, row, _ in decoding], ids.device)
-            steps.newest[slots] = ids[on_device([place for _, _, place in decoding], ids.device)]
+            steps.newest[slots] = ids[on_device([index for _, _, index in decoding], ids.device)]
             rows_logits = steps.decode([row for _, row, _ in decoding])[slots]
             if len(decoding) == len(
                 batch
             ):  # as a rule; logits of many rows are large, and need not be put together again
                 return SimpleNamespace(logits=rows_logits[None])
-            for (place, _, _), of_row in zip(decoding, rows_logits, strict=True):
-                logits[place] = of_row
+            for (index, _, _), of_row in zip(decoding, rows_logits, strict=True):
+                logits[index] = of_row
         wanted = [x for x, each in zip(logits, batch, strict=True) if each.has_new_token]
         if not wanted:  # only chunks of prompts: no token is drawn
             return SimpleNamespace(logits=logits[0].new_empty(1, 0, len(logits[0])))
@@ -318,7 +318,7 @@ class PackedManager(ContinuousBatchingManager):
         tokens = None
         if batching.num_blocks is not None:
             tokens = batching.num_blocks * get_preset(self.made_for.preset).spec().page_size
-        with alone(model):
+        with exclusive_use(model):
             steps, prefixes = new_pool(
                 model,
                 self._make_template,

@@ -20,7 +20,7 @@ from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts, PromptStore
 from .memory_budget import memory_in_bytes
 from .pool_models import empty_caches, longest_row
-from .pool_steps import alone, new_pool
+from .pool_steps import exclusive_use, new_pool
 from .request import Request, RequestReader
 from .result import Interrupted, Result, described
 from .scheduler import Scheduler
@@ -242,7 +242,7 @@ class _Run:
             return []
         results: list[Result] = []
         try:
-            with alone(self.model), kept_caches(self.model).released_on_error():
+            with exclusive_use(self.model), kept_caches(self.model).released_on_error():
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:

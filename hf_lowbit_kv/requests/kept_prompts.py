@@ -28,7 +28,7 @@ class PromptStore(Protocol):
 
 
 class KeptPrompts:
-    """Finds kept texts for rows of a pool, which read the pages where they lie.
+    """Finds kept prompts for rows of a pool, which read the pages where they lie.
 
     Args:
         store: `None`: only caches of requests. adding: whether prompts of rows are added to the store.
@@ -105,5 +105,5 @@ class KeptPrompts:
 
     @property
     def limit(self) -> float:
-        """Bytes of kept texts that the pool may hold although no row reads them."""
+        """Bytes of kept prompts that the pool may hold although no row reads them."""
         return 0 if self._store is None else self._store.max_bytes

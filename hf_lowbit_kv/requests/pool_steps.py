@@ -37,7 +37,7 @@ PATIENCE = 128
 
 
 @contextlib.contextmanager
-def alone(model: Any) -> Iterator[None]:
+def exclusive_use(model: Any) -> Iterator[None]:
     """No other call runs the model meanwhile, and it attends with `lowbit_kv`."""
     with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
         yield
@@ -161,7 +161,7 @@ class PoolSteps:
         return out.logits[:, -1]
 
     def _padded(self, used: int) -> int:
-        """With how many rows a step runs that has `used` ones."""
+        """The padded number of rows of a step with `used` rows."""
         sizes = [size for size in padded_rows(self.pool.slots) if size >= used]
         recorded = [size for size in sizes if size in self._recorders and self._recorders[size].count]
         if not recorded or recorded[0] == sizes[0]:

@@ -19,7 +19,7 @@ from ..cache.overrun import OverrunWatch
 from ..cache.pass_guard import PassGuard
 from ..cache.token_counts import Length
 from ..storage.paged_store import LayerStore
-from ..storage.step import Chunk
+from ..storage.step import StepInputs
 from .row_pool import Row, RowPool
 
 
@@ -37,12 +37,12 @@ class PooledLayer(LowBitLayer):
         self.first_packed = False  # the pool knows which texts its rows hold
         self.expected: list[int] = []
 
-    def _expect_steps(self, chunk: Chunk) -> None:
+    def _expect_steps(self, inputs: StepInputs) -> None:
         """Steps of a pool have a mask, and other numbers of rows than this chunk of a prompt."""
         assert self.store is not None
         for rows in self.expected:
-            queries, k, v = (x[:1, :, :1].expand(rows, -1, -1, -1) for x in (chunk.queries, chunk.k, chunk.v))
-            alike = chunk._replace(q=queries, k=k, v=v, mask=None, seen=None)
+            queries, k, v = (x[:1, :, :1].expand(rows, -1, -1, -1) for x in (inputs.queries, inputs.k, inputs.v))
+            alike = inputs._replace(q=queries, k=k, v=v, mask=None, seen=None)
             ops.expect_steps(alike, self.store, self.backend, masked=True)
         self.expected = []  # once
 

@@ -19,7 +19,7 @@ import torch
 from ..cache.served_models import unwrap_generating
 from .kept_prompts import KeptPrompts, PromptStore
 from .pool_models import empty_caches
-from .pool_steps import alone, new_pool
+from .pool_steps import exclusive_use, new_pool
 from .request import Request, RequestReader
 from .result import Result, described
 from .scheduler import Scheduler
@@ -74,7 +74,7 @@ class RequestLoop:
         self.model = unwrap_generating(model)
         make_cache = empty_caches(self.model, preset, cache_options)
         self._reader = RequestReader(self.model, tokenizer, {})
-        with alone(self.model):
+        with exclusive_use(self.model):
             if prefixes is not None and not prefixes.load(make_cache(1)):
                 raise ValueError(
                     f"{prefixes!r} has no text that was read by this model with preset {preset!r} and its calibration"
@@ -173,7 +173,7 @@ class RequestLoop:
     def _run(self) -> None:
         scheduler = self._scheduler
         try:
-            with alone(self.model):
+            with exclusive_use(self.model):
                 if self.model.device.type == "cuda":
                     torch.cuda.set_device(self.model.device)
                 scheduler.begin()

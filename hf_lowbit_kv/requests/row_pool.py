@@ -1,13 +1,13 @@
-"""A pool of rows: sequences that come and go, and share one block of packed pages. Rows in use are always contiguous.
+"""A pool of rows: sequences that come and go, and share one slab of packed pages. Rows in use are always contiguous.
 
 Rows in use are in slots 0 to n - 1. When a row leaves, the last row moves into its slot. So a decode step of all rows
 runs on `state.rows(slice(0, n))`, with the kernels of an ordinary batch.
 
-A row states the largest number of tokens that it may ever hold, and enters only if pages for all of them are left. So
-no row is ever preempted. It gets each page when the page is due. Until then pages may keep prefixes that were read
+A row declares its maximum length, and enters only if enough pages for it are free. So
+no row is ever preempted. A page is assigned when the row needs it. Until then it may hold a prefix that was read
 before.
 
-A page has a number (`PagePool`). Numbers below the pool's size name its own pages. Blocks of kept texts get higher numbers
+A page has a number (`PagePool`). Numbers below the pool's size name its own pages. Slabs of kept prompts get higher numbers
 while a row or a prefix has one of their pages: rows read them in place, and they are never written to.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from ..cache.cache_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import Block, PagePool, located
+from ..storage.page_pool import PagePool, Slab, located
 from ..storage.stored_tokens import in_layout_of
 from .ring_memory import RingMemory, RingShape
 from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
@@ -33,15 +33,15 @@ class Row:
 
     slot: int
     limit: int
-    """the most tokens it may hold"""
+    """its maximum length in tokens"""
     length: int = 0
     """tokens that are stored; the CPU counts them"""
     pages: dict[Hashable, list[int]] = field(default_factory=dict)
-    """by paging, its pages in order"""
+    """by paging, the row's pages in order"""
     paged: dict[Hashable, int] = field(default_factory=dict)
     """by paging, tokens that were in pages when it began: more than its length implies, where that leaves the window empty"""
     room: int = 0
-    """tokens for which its pages suffice, at least; saves looking at every page in every step"""
+    """lower bound of the tokens for which its pages suffice; avoids a look at all pages in every step"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Prefix:
 
 
 class RowPool:
-    """Slots and pages, and which row has which. Nothing here waits for the device.
+    """Assigns slots and pages to rows. Never waits for the device.
 
     Args:
         layers: all packed layers of a model.
@@ -219,7 +219,7 @@ class RowPool:
                 entries.clear()
 
     def fork(self, row: Row, limit: int) -> Row:
-        """A new row with the tokens of another one. Full pages are shared; the window and an open page are copied.
+        """A new row with the tokens of another one. Full pages are shared; the window and a partial page are copied.
 
         Raises:
             ValueError: as for `enter`.
@@ -230,7 +230,7 @@ class RowPool:
         self.rows.append(new)
         self._share(new, full := self._full_pages(row))
         for paging, spec in self._specs.items():
-            if (count := len(full[paging])) < spec.pages_for(row.length):  # an open page
+            if (count := len(full[paging])) < spec.pages_for(row.length):  # a partial page
                 (page,) = self._own_pages(new, paging, 1)
                 self.memory.copy_page(paging, row.pages[paging][count], page)
         self.memory.copy_window(row.slot, new.slot)
@@ -250,7 +250,7 @@ class RowPool:
         return pages
 
     def leave(self, row: Row) -> Row | None:
-        """Free a row's slot and pages. Returns the row that has moved into the slot, if any."""
+        """Free a row's slot and pages. Returns the row that moves into the slot, if any."""
         self.flush()
         last = self.rows.pop()
         if last is not row:
@@ -285,10 +285,10 @@ class RowPool:
         self.detach()
         return freed
 
-    # ---- kept texts -----------------------------------------------------------------------------------------------
+    # ---- kept prompts -----------------------------------------------------------------------------------------------
 
     def kept(self, parts: Sequence[LayerContents], rings: Sequence[Pair] = ()) -> Prefix:
-        """The prefix with which a row of a kept text begins. Its pages are not copied; it must be adopted at once.
+        """The prefix with which a row of a kept prompt begins. Its pages are not copied; it must be adopted at once.
 
         Args:
             parts: for each layer, in order, contents with one row. Layers of one paging have the same tables.
@@ -303,13 +303,13 @@ class RowPool:
         for paging, spec in self._specs.items():
             indices = self.memory.layers_of(paging)
             tokens = parts[indices[0]].tokens
-            blocks, places = located(tokens.blocks, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
+            slabs, locations = located(tokens.slabs, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
             paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
-            first = {block: self._attach(indices, parts, block) for block in np.unique(blocks[:full]).tolist()}
-            numbers = list(zip(blocks.tolist(), places.tolist(), strict=True))
-            pages[paging] = [first[block] + place for block, place in numbers[:full]]
-            for block, place in numbers[full:]:
-                opened[paging] = [self._in_layout(i, parts[i], block, slice(place, place + 1))[0] for i in indices]
+            first = {slab: self._attach(indices, parts, slab) for slab in np.unique(slabs[:full]).tolist()}
+            numbers = list(zip(slabs.tolist(), locations.tolist(), strict=True))
+            pages[paging] = [first[slab] + index for slab, index in numbers[:full]]
+            for slab, index in numbers[full:]:
+                opened[paging] = [self._in_layout(i, parts[i], slab, slice(index, index + 1))[0] for i in indices]
         length = parts[0].tokens.lengths[0]
         windows: list[list[Pair]] = []
         for group in self.memory.groups:
@@ -317,45 +317,45 @@ class RowPool:
             windows.append([_stacked([x.sinks[0] for x in of_group]), _stacked([x.tails[0] for x in of_group])])
         return Prefix(length, pages, [x for x, _ in windows], [x for _, x in windows], paged, opened, list(rings))
 
-    def _in_layout(self, index: int, part: LayerContents, block: int, pages: slice = slice(None)) -> torch.Tensor:
-        """A block of a layer, or pages of it, in the layout of the pool."""
-        layer, tokens = self.layers[index], part.tokens._replace(blocks=[part.tokens.blocks[block][pages]])
-        return in_layout_of(tokens, part.spec, layer.spec, part.widths, part.dtype).blocks[0]
+    def _in_layout(self, index: int, part: LayerContents, slab: int, pages: slice = slice(None)) -> torch.Tensor:
+        """A slab of a layer, or pages of it, in the layout of the pool."""
+        layer, tokens = self.layers[index], part.tokens._replace(slabs=[part.tokens.slabs[slab][pages]])
+        return in_layout_of(tokens, part.spec, layer.spec, part.widths, part.dtype).slabs[0]
 
     def _attach(self, indices: list[int], parts: Sequence[LayerContents], number: int) -> int:
-        """Let rows read a block. Returns the number of its first page."""
+        """Let rows read a slab. Returns the number of its first page."""
         paging, tokens = self.layers[indices[0]].paging, parts[indices[0]].tokens
-        block = Block(len(tokens.blocks[number])) if tokens.shared is None else tokens.shared[number]
+        slab = Slab(len(tokens.slabs[number])) if tokens.shared is None else tokens.shared[number]
         pages = self.page_pools[paging]
-        if block in pages.acquired:
-            return pages.first(pages.blocks.index(block))
+        if slab in pages.acquired:
+            return pages.first(pages.slabs.index(slab))
         alike = all(parts[i].spec == self.layers[i].spec for i in indices)
-        memory = [parts[i].tokens.blocks[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
-        place = pages.attach(block)
-        self.memory.attach(paging, place, memory)
-        return pages.first(place)
+        memory = [parts[i].tokens.slabs[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
+        index = pages.attach(slab)
+        self.memory.attach(paging, index, memory)
+        return pages.first(index)
 
     def idle_bytes(self, more_than: float) -> int:
-        """Bytes of the attached blocks that no row reads; 0 if all blocks together have no more bytes than that."""
+        """Bytes of the attached slabs that no row reads; 0 if all slabs together have no more bytes than that."""
         sizes = {
             paging: sum(self.layers[i].page_bytes for i in self.memory.layers_of(paging)) for paging in self._specs
         }
-        attached = [(block, paging) for paging, pages in self.page_pools.items() for block in pages.attached]
-        if sum(len(block) * sizes[paging] for block, paging in attached) <= more_than:
+        attached = [(slab, paging) for paging, pages in self.page_pools.items() for slab in pages.attached]
+        if sum(len(slab) * sizes[paging] for slab, paging in attached) <= more_than:
             return 0
         read = {
-            self.page_pools[paging].blocks[number]
+            self.page_pools[paging].slabs[number]
             for row in self.rows
             for paging, pages in row.pages.items()
-            for number in {*located(self.page_pools[paging].blocks, np.array(pages, dtype=np.int64))[0].tolist()}
+            for number in {*located(self.page_pools[paging].slabs, np.array(pages, dtype=np.int64))[0].tolist()}
         }
-        return sum(len(block) * sizes[paging] for block, paging in attached if block not in read)
+        return sum(len(slab) * sizes[paging] for slab, paging in attached if slab not in read)
 
     def detach(self) -> None:
-        """Forget the blocks to whose pages nothing here has a reference."""
+        """Forget the slabs to whose pages nothing here has a reference."""
         for paging, pages in self.page_pools.items():
-            for place in pages.detach():
-                self.memory.detach(paging, place)
+            for index in pages.detach():
+                self.memory.detach(paging, index)
 
     def free(self) -> None:
         """Free all memory. The pool cannot be used afterwards."""

@@ -117,34 +117,34 @@ def draw(logits: torch.Tensor, samplers: Sequence[Sampler], texts: Sequence[torc
     """
     scores, errors = logits.to(torch.float32, copy=True), {}
     together: dict[Hashable, list[int]] = {}
-    for place, sampler in enumerate(samplers):
+    for index, sampler in enumerate(samplers):
         if not sampler.reads_tokens:
-            together.setdefault(sampler.kind_known, []).append(place)
+            together.setdefault(sampler.kind_known, []).append(index)
             continue
         try:
-            text: Any = texts[place]
-            scores[place] = sampler.processors(text, scores[place : place + 1])[0]
+            text: Any = texts[index]
+            scores[index] = sampler.processors(text, scores[index : index + 1])[0]
         except Exception as error:
-            errors[place] = error
-    for places in together.values():
-        processors = samplers[places[0]].processors
+            errors[index] = error
+    for indices in together.values():
+        processors = samplers[indices[0]].processors
         if not processors:
             continue
         nothing: Any = None
-        if len(places) == len(samplers):
+        if len(indices) == len(samplers):
             scores = processors(nothing, scores)
         else:
-            index = on_device(places, scores.device)
-            scores[index] = processors(nothing, scores[index])
+            selected = on_device(indices, scores.device)
+            scores[selected] = processors(nothing, scores[selected])
     tokens = scores.argmax(-1)
     impossible = None
-    sampling = [place for place, sampler in enumerate(samplers) if sampler.generator and place not in errors]
+    sampling = [index for index, sampler in enumerate(samplers) if sampler.generator and index not in errors]
     if sampling:
         where: Any = slice(None) if len(sampling) == len(samplers) else on_device(sampling, scores.device)
         probabilities = scores[where].softmax(-1)
         race = torch.empty_like(probabilities)
-        for row, place in zip(race, sampling, strict=True):
-            row.exponential_(1, generator=samplers[place].generator)
+        for row, index in zip(race, sampling, strict=True):
+            row.exponential_(1, generator=samplers[index].generator)
         tokens[where] = (probabilities / race).argmax(-1)
         impossible = torch.zeros_like(tokens, dtype=torch.bool)
         impossible[where] = probabilities[:, 0].isnan()  # if one score is NaN or infinite, all of the row are NaN

@@ -97,7 +97,7 @@ class Scheduler:
         return [sequence for sequence in self.sequences if sequence.state in states]
 
     @property
-    def reading(self) -> list[Sequence]:
+    def prefilling(self) -> list[Sequence]:
         return self._in(State.READING)
 
     @property
@@ -119,7 +119,7 @@ class Scheduler:
     def advance(self) -> bool:
         """Do one round. Returns whether there is more to do."""
         self._let_in()
-        self._read_prompts()
+        self._prefill_prompts()
         stepped = self._take_step()
         while len(self._pending) > (1 if stepped and self._late else 0):
             self._settle(self._pending.popleft())
@@ -259,13 +259,13 @@ class Scheduler:
             end = min(end, (start // self.chunk_size + 1) * self.chunk_size)
         return slice(start, end)
 
-    def _read_prompts(self) -> None:
+    def _prefill_prompts(self) -> None:
         """Read prompts, at most as many tokens as a chunk has: those that fit into the rest of the chunk first, then the
         oldest one. After a round without the oldest one, it comes first."""
         left, oldest_was_read, overtaken = self.chunk_size, False, False
-        while (reading := self.reading) and (left > 0 or left == self.chunk_size):
-            oldest = reading[0]
-            short = (each for each in reading if len(each.request.prompt_ids) - each.row.length <= left)
+        while (prefilling := self.prefilling) and (left > 0 or left == self.chunk_size):
+            oldest = prefilling[0]
+            short = (each for each in prefilling if len(each.request.prompt_ids) - each.row.length <= left)
             sequence = oldest if self._oldest_first else next(short, oldest)
             self._oldest_first = False
             self._look_for_prefix(sequence)
@@ -354,9 +354,9 @@ class Scheduler:
         even = slots == list(range(len(slots)))
         newest = self.steps.newest
         newest[slice(len(slots)) if even else on_device(slots, newest.device)] = sampled.tokens
-        for place, each in enumerate(sequences):
+        for index, each in enumerate(sequences):
             if each.text is not None:
-                each.text[0, len(each.request.prompt_ids) + each.tokens_drawn] = sampled.tokens[place]
+                each.text[0, len(each.request.prompt_ids) + each.tokens_drawn] = sampled.tokens[index]
             each.tokens_drawn += 1
         self._pending.append(self._on_its_way(sequences, sampled))
 
@@ -389,23 +389,23 @@ class Scheduler:
         now, tokens = time.perf_counter(), pending.tokens.tolist()
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
         stopped = stopped_by_strings(pending.sequences, tokens)
-        for place, sequence in enumerate(pending.sequences):
+        for index, sequence in enumerate(pending.sequences):
             if not sequence.has_row:
                 continue
-            if (error := pending.sampled.errors.get(place)) is not None:
+            if (error := pending.sampled.errors.get(index)) is not None:
                 self.end(sequence, "error", error)
                 continue
-            if tokens[place] < 0:
+            if tokens[index] < 0:
                 self.end(sequence, "error", RuntimeError(NO_PROBABILITIES))
                 continue
             result = sequence.result
-            result.generated_tokens.append(tokens[place])
+            result.generated_tokens.append(tokens[index])
             result.timestamps.append(now)
             if logprobs is not None and sequence.sampler.logprobs:
-                result.logprobs.append(logprobs[place])
+                result.logprobs.append(logprobs[index])
             try:
-                self._tell(sequence, tokens[place])
-                reason = "stop" if sequence in stopped else self._why_ended(sequence, tokens[place])
+                self._tell(sequence, tokens[index])
+                reason = "stop" if sequence in stopped else self._why_ended(sequence, tokens[index])
             except Exception as problem:  # of the caller's streamer or criterion: the other requests go on
                 self.end(sequence, "error", problem)
                 continue

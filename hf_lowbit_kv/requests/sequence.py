@@ -16,7 +16,7 @@ from .sampling import Sampler
 
 
 class State(enum.Enum):
-    """What happens to a sequence. It goes from top to bottom; the first sequence of a request skips `FORKING`."""
+    """The states of a sequence, in order; the first sequence of a request skips `FORKING`."""
 
     FORKING = "becomes a fork of another sequence of its request, when that one has read the prompt"
     WAITING = "has no row yet"
@@ -27,11 +27,11 @@ class State(enum.Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One text that is to be written."""
+    """One sequence of a request."""
 
     request: Request
     number: int
-    """index among the request's sequences"""
+    """its index in the request"""
     seed: int
     result: Result
     state: State

@@ -64,17 +64,17 @@ class SharedPrefixes:
         """Remember the full pages of a row that holds these tokens (and perhaps more).
 
         Args:
-            limit: bytes of kept texts that may stay attached to the pool although no row reads them.
+            limit: bytes of kept prompts that may stay attached to the pool although no row reads them.
         """
         lengths = self._pool.full_lengths(min(row.length, len(ids))) if self.sharing else []
         keys = list(self._keys(ids, lengths))
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             if key in self._pages:
                 continue
             ((paging, numbers),) = row.pages.items()
-            self._pool.page_pools[paging].acquire(numbers[place : place + 1])
-            self._pages[key] = _Page(numbers[place], self._pool.memory.sinks(row.slot) if place == 0 else None)
-            self._first_pages += place == 0
+            self._pool.page_pools[paging].acquire(numbers[index : index + 1])
+            self._pages[key] = _Page(numbers[index], self._pool.memory.sinks(row.slot) if index == 0 else None)
+            self._first_pages += index == 0
         self._use(keys)
         while self._first_pages > self._most_sinks or (self._pages and self._pool.idle_bytes(limit) > limit):
             self._drop_oldest()

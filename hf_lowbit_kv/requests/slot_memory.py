@@ -4,8 +4,8 @@ windows, rings. All slots share the pages.
 Layers of one shape share tensors, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's part of
 them looks like the state of a cache with `slots` rows, so kernels see no difference.
 
-Rows can also read pages of others, for example of kept prompts, where they are: their blocks are attached after the pool's
-own block. The pool's own tensors keep their addresses.
+Rows can also read pages of others, for example of kept prompts, where they are: their slabs are attached after the pool's
+own slab. The pool's own tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Group:
 
 
 class SlotMemory:
-    """Allocates memory and computes addresses. It does not know which slot and which page belongs to which row.
+    """Allocates memory and computes addresses. The assignment of slots and pages to rows is elsewhere (`RowPool`).
 
     Args:
         layers: in the order of the model.
@@ -159,27 +159,27 @@ class SlotMemory:
             window(spec.tail_size, like.head_dims[1]),
         )
         per_head = like.page_bytes // like.heads
-        block = torch.zeros(count, pages, like.heads, per_head, dtype=torch.uint8, device=device)
+        slab = torch.zeros(count, pages, like.heads, per_head, dtype=torch.uint8, device=device)
         counters = torch.zeros(3, count, self.slots, like.heads, dtype=torch.int32, device=device)
         addresses = torch.zeros(count, self.slots, entries, dtype=torch.int64, device=device)
-        return _Group(windows, block, counters, addresses, indices, like.paging)
+        return _Group(windows, slab, counters, addresses, indices, like.paging)
 
-    # ---- blocks of others -----------------------------------------------------------------------------------------
+    # ---- slabs of others -----------------------------------------------------------------------------------------
 
-    def attach(self, paging: Hashable, place: int, blocks: Sequence[torch.Tensor]) -> None:
+    def attach(self, paging: Hashable, place: int, slabs: Sequence[torch.Tensor]) -> None:
         """Let rows read pages that belong to others.
 
         Args:
-            place: index among the blocks of the pool: that of a detached block with the same number of pages, or the next
+            place: index among the slabs of the pool: that of a detached slab with the same number of pages, or the next
                 new one.
-            blocks: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on the layer's device, in its
+            slabs: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on the layer's device, in its
                 layout.
         """
-        for index, block in zip(self.layers_of(paging), blocks, strict=True):
-            self.states[index].pool[place : place + 1] = [block]  # views of the state have the same list
+        for index, slab in zip(self.layers_of(paging), slabs, strict=True):
+            self.states[index].pool[place : place + 1] = [slab]  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
-        """Forget an attached block, which no row uses. Its page numbers remain, without memory. Tables of empty slots may still
+        """Forget an attached slab, which no row uses. Its page numbers remain, without memory. Tables of empty slots may still
         have them, but nothing reads these."""
         for index in self.layers_of(paging):
             pool = self.states[index].pool
@@ -220,30 +220,30 @@ class SlotMemory:
             self.states[index].pool[0][page] = content
 
     def empty(self, slot: int) -> None:
-        """Empty the slot. A row of length 0 attends to nothing, whatever its window and table hold."""
+        """Empty the slot. A row of length 0 attends to nothing, so its window and table need no reset."""
         for group in self.groups:
             group.counters[:, :, slot] = 0
 
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
         """Write entries of page tables. entries: (slot, index in the slot's table, page number)."""
         numbers = np.array(entries, dtype=np.int64).T
-        block, place = located(self.states[self.layers_of(paging)[0]].pool, numbers[2])
+        slab, place = located(self.states[self.layers_of(paging)[0]].pool, numbers[2])
         for device in {group.pages.device for group in self._groups_of(paging)}:
             groups = [group for group in self._groups_of(paging) if group.pages.device == device]
-            addresses = [self._addresses(group, block, place) for group in groups]
+            addresses = [self._addresses(group, slab, place) for group in groups]
             uploaded = upload(np.concatenate([numbers, *addresses]), device)
             slots, columns, pages = uploaded[:3]
             self.tables[paging, device][slots, columns] = pages.to(torch.int32)
             for group, of_group in zip(groups, uploaded[3:].split([*map(len, addresses)]), strict=True):
                 group.addresses[:, slots, columns] = of_group
 
-    def _addresses(self, group: _Group, block: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """int64 `[layers, n]`: where these pages start, in bytes from the start of the layer's own block."""
-        starts = np.zeros((len(group.layers), block.max() + 1), dtype=np.int64)
+    def _addresses(self, group: _Group, slab: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """int64 `[layers, n]`: where these pages start, in bytes from the start of the layer's own slab."""
+        starts = np.zeros((len(group.layers), slab.max() + 1), dtype=np.int64)
         pools = [self.states[index].pool for index in group.layers]
-        for number in {*block.tolist()} - {0}:
+        for number in {*slab.tolist()} - {0}:
             starts[:, number] = [pool[number].data_ptr() - pool[0].data_ptr() for pool in pools]
-        return starts[:, block] + place * self.layers[group.layers[0]].page_bytes
+        return starts[:, slab] + place * self.layers[group.layers[0]].page_bytes
 
     def sinks(self, slot: int) -> list[Pair]:
         """Copies of a row's sink, by group: `[layers, heads, sink, head_dim]` for keys and for values."""
@@ -271,7 +271,7 @@ class SlotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated here. The layers' parameters belong to the model's calibration, and attached blocks to others:
+        """Bytes allocated here. The layers' parameters belong to the model's calibration, and attached slabs to others:
         they are not counted."""
         sizes = {}
         for state in self.states:

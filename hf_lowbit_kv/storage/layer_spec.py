@@ -1,4 +1,4 @@
-"""How a layer stores tokens: formats, transforms, window, reading, and the parameters that these need."""
+"""How a layer stores tokens: formats, transforms, window, attention kind, and the parameters that these need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from ..formats import Format, parse_format
 from ..formats.records import Parameter, Parametrized
-from .readings import READINGS, Reading, parse_reading
+from .attention_kinds import ATTENTION_KINDS, AttentionKind, parse_attention_kind
 from .transforms import NONE, Transform, parse_transform
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LayerSpec:
         page_size: tokens of a page.
         key_transform, value_transform: maps of keys and values. Everything that the layer stores, sink and tail too, is
             mapped.
-        reading: what the two streams mean to attention. If it is not `separate`, "key" and "value" in the names of this
+        attention_kind: what the two streams mean to attention. If it is not `separate`, "key" and "value" in the names of this
             file mean the first and the second stream.
 
     Example:
@@ -66,7 +66,7 @@ class LayerSpec:
     page_size: int = 128
     key_transform: Transform = NONE
     value_transform: Transform = NONE
-    reading: Reading = READINGS["separate"]
+    attention_kind: AttentionKind = ATTENTION_KINDS["separate"]
 
     def __post_init__(self):
         for name in ("sink", "residual"):
@@ -79,7 +79,7 @@ class LayerSpec:
         ):
             _check_registered(name, getattr(self, name), parse)
         for role in ("key_transform", "value_transform"):
-            if not (getattr(self, role).identity or self.reading.transforms):
+            if not (getattr(self, role).identity or self.attention_kind.transforms):
                 raise ValueError(
                     f"{role}={getattr(self, role).name!r} is not allowed where a layer caches a latent (MLA)"
                 )
@@ -99,12 +99,14 @@ class LayerSpec:
     @staticmethod
     @functools.cache
     def parse(key: str) -> LayerSpec:
-        """The spec with that `key`; transforms and reading may be left out."""
+        """The spec with that `key`; transforms and attention kind may be left out."""
         keys, values, sink, residual, page_size, *rest = key.split("|")
-        of_keys, of_values, reading = (*rest, *("none", "none", "separate")[len(rest) :])
+        of_keys, of_values, attention_kind = (*rest, *("none", "none", "separate")[len(rest) :])
         formats = parse_format(keys), parse_format(values)
         sizes = int(sink), int(residual), int(page_size)
-        return LayerSpec(*formats, *sizes, parse_transform(of_keys), parse_transform(of_values), parse_reading(reading))
+        return LayerSpec(
+            *formats, *sizes, parse_transform(of_keys), parse_transform(of_values), parse_attention_kind(attention_kind)
+        )
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -122,7 +124,7 @@ class LayerSpec:
 
     @property
     def direct(self) -> bool:
-        """Whether tokens go straight into an open page: no residual, and both formats encode token by token."""
+        """Whether tokens go straight into a partial page: no residual, and both formats encode token by token."""
         return self.residual == 0 and self.key_format.tokenwise and self.value_format.tokenwise
 
     @property
@@ -155,7 +157,7 @@ class LayerSpec:
 
     def validate(self, head_dim_k: int, head_dim_v: int) -> None:
         """Raise `ValueError` if a format or a transform cannot take streams of these widths."""
-        self.reading.validate(self.formats, (head_dim_k, head_dim_v), self.page_size)
+        self.attention_kind.validate(self.formats, (head_dim_k, head_dim_v), self.page_size)
         self.key_transform.validate(head_dim_k)
         self.value_transform.validate(head_dim_v)
 
@@ -237,12 +239,12 @@ class LayerSpec:
 
     def bits_per_value(self, tokens: int, head_dim: int, dtype: torch.dtype = torch.float16) -> float:
         """Bits per number at a length of `tokens`, everything counted: codes, metadata, sink and tail. head_dim: of
-        keys and values; a latent is counted with the widths of DeepSeek-V3 (`Reading.shown_widths`)."""
+        keys and values; a latent is counted with the widths of DeepSeek-V3 (`AttentionKind.shown_widths`)."""
         if tokens <= 0:
             raise ValueError(f"tokens={tokens} is not allowed; it must be 1 or more")
         paged = self.paged_after(tokens - self.sink)
         pages = -(-paged // self.page_size)
-        widths = self.reading.shown_widths(head_dim)
+        widths = self.attention_kind.shown_widths(head_dim)
         dense = (tokens - paged) * sum(widths) * dtype.itemsize
         return 8 * (pages * sum(self.part_bytes(*widths, dtype)) + dense) / (tokens * sum(widths))
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .readings import READINGS, Reading
+from .attention_kinds import ATTENTION_KINDS, AttentionKind
 
 
 class StreamSizes(NamedTuple):
@@ -26,10 +26,10 @@ class StreamSizes(NamedTuple):
 class ModelSide(ABC):
     """The model's side of one layer: it maps queries to the stored streams, and the output of attention back.
 
-    Args of the methods: query `[B, Hq, S, D]`; first, second: the chunk's streams `[B, H, S, width]`.
+    Args of the methods: query `[B, Hq, S, D]`; first, second: the streams of new tokens, `[B, H, S, width]`.
     """
 
-    reading: ClassVar[Reading]
+    attention_kind: ClassVar[AttentionKind]
 
     @abstractmethod
     def sizes(self, config: Any) -> StreamSizes:
@@ -52,7 +52,7 @@ class ModelSide(ABC):
 
     @abstractmethod
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """The queries that attend to the stored streams: `[B, Hq, S, width]`, with the width of `Reading.widths`."""
+        """The queries that attend to the stored streams: `[B, Hq, S, width]`, with the width of `AttentionKind.widths`."""
 
     @abstractmethod
     def outputs(self, out: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 class Direct(ModelSide):
     """The layer stores the keys and values that the model computes."""
 
-    reading = READINGS["separate"]
+    attention_kind = ATTENTION_KINDS["separate"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Direct:
         """It has no state."""

@@ -1,10 +1,10 @@
 """Page numbers: which pages are free, how many references the others have, and which pages a row of a batch has.
 
-A full page is never written to, so rows, caches, kept texts and requests share it: each of them has a reference, and a page
+A full page is never written to, so rows, caches, kept prompts and requests share it: each of them has a reference, and a page
 without references is free. Layers with the same paging have the same tokens in pages, so they share numbers and counts, and
-only their memory differs: `Block` i of a pool is item i of the list `LayerState.pool` of each of these layers.
+only their memory differs: `Slab` i of a pool is item i of the list `LayerState.pool` of each of these layers.
 
-References end with the object that has them, in whatever thread it is collected.
+An object's references end when it is collected, in any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 _lock = threading.RLock()
 
 
-class Block:
-    """Some pages, and the number of references to each. Layers have memory for them in one tensor each."""
+class Slab:
+    """Pages that were allocated together, and the number of references to each. Each layer has one tensor for them."""
 
     def __init__(self, pages: int):
         self.references = np.zeros(pages, dtype=np.int32)
@@ -48,54 +48,54 @@ class Block:
 
 
 class PageUser:
-    """Has references to pages of blocks, until it is collected."""
+    """Has references to pages of slabs, until it is collected."""
 
     def __init__(self) -> None:
-        #: by block, int32 `[pages]`
-        self.acquired: dict[Block, np.ndarray] = {}
+        #: by slab, int32 `[pages]`
+        self.acquired: dict[Slab, np.ndarray] = {}
         weakref.finalize(self, _release, self.acquired).atexit = False
 
-    def set_references(self, acquired: dict[Block, np.ndarray], uses: bool = True) -> None:
+    def set_references(self, acquired: dict[Slab, np.ndarray], uses: bool = True) -> None:
         """Have these references instead of the present ones.
 
         Args:
-            uses: whether the blocks' memory may count here.
+            uses: whether the slabs' memory may count here.
         """
         with _lock:
-            for block, counts in acquired.items():
-                if block not in self.acquired:
-                    self.acquired[block] = np.zeros_like(counts)
+            for slab, counts in acquired.items():
+                if slab not in self.acquired:
+                    self.acquired[slab] = np.zeros_like(counts)
                     if uses:
-                        block.join(self)
-                block.references += counts - self.acquired[block]
-                self.acquired[block] = counts
-            for block in [block for block in self.acquired if block not in acquired]:
-                block.references -= self.acquired.pop(block)
-                block._users[:] = [ref for ref in block._users if ref() is not self]
+                        slab.join(self)
+                slab.references += counts - self.acquired[slab]
+                self.acquired[slab] = counts
+            for slab in [slab for slab in self.acquired if slab not in acquired]:
+                slab.references -= self.acquired.pop(slab)
+                slab._users[:] = [ref for ref in slab._users if ref() is not self]
 
 
-def _release(acquired: dict[Block, np.ndarray]) -> None:
+def _release(acquired: dict[Slab, np.ndarray]) -> None:
     with _lock:
         while acquired:
-            block, counts = acquired.popitem()
-            block.references -= counts
+            slab, counts = acquired.popitem()
+            slab.references -= counts
 
 
 class PinnedPages(PageUser):
-    """All pages of a block of its own."""
+    """All pages of a slab of its own."""
 
     def __init__(self, pages: int):
         super().__init__()
-        self.block = Block(pages)
-        self.set_references({self.block: np.ones(pages, dtype=np.int32)})
+        self.slab = Slab(pages)
+        self.set_references({self.slab: np.ones(pages, dtype=np.int32)})
 
 
-def located(blocks: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 each: the block of each of these pages, and its place there. Numbers count through the blocks."""
-    sizes = np.array([len(block) for block in blocks], dtype=np.int64)
+def located(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 each: the slab of each of these pages, and its index there. Numbers count through the slabs."""
+    sizes = np.array([len(slab) for slab in slabs], dtype=np.int64)
     ends = np.cumsum(sizes)
-    block = np.searchsorted(ends, numbers, side="right")
-    return block, numbers - (ends - sizes)[block]
+    slab = np.searchsorted(ends, numbers, side="right")
+    return slab, numbers - (ends - sizes)[slab]
 
 
 # ---- pages of a batch --------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class PageTables(PageUser):
     """The page numbers of a batch, for all layers of a cache that have the same paging.
 
     Every entry of `table` names a page. Those before the end of a row's full pages may be shared. All others belong to the row
-    only, because later tokens are packed there. Numbers count through `blocks`. Layers do the same things one by one: the first
+    only, because later tokens are packed there. Numbers count through `slabs`. Layers do the same things one by one: the first
     one of them changes the numbers, and the others follow (`version`).
 
     Args:
@@ -125,7 +125,7 @@ class PageTables(PageUser):
 
     def __init__(self, rows: int, pages: int):
         super().__init__()
-        self.blocks: list[Block] = []
+        self.slabs: list[Slab] = []
         #: int32 `[B, P]`. Never changed in place
         self.table = np.zeros((rows, 0), dtype=np.int32)
         self.version = 0
@@ -133,11 +133,11 @@ class PageTables(PageUser):
         self.widen(pages)
 
     def __getstate__(self):
-        return self.blocks, self.table, self.version, self.change
+        return self.slabs, self.table, self.version, self.change
 
     def __setstate__(self, state):
         PageUser.__init__(self)
-        self.blocks, self.table, self.version, self.change = state
+        self.slabs, self.table, self.version, self.change = state
         self._count()
 
     @property
@@ -154,18 +154,18 @@ class PageTables(PageUser):
         """Whether no page is shared, neither by rows nor with others."""
         with _lock:
             return all(
-                counts.max(initial=0) <= 1 and (counts == block.references).all()
-                for block, counts in self.acquired.items()
+                counts.max(initial=0) <= 1 and (counts == slab.references).all()
+                for slab, counts in self.acquired.items()
             )
 
     def located(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return located(self.blocks, numbers)
+        return located(self.slabs, numbers)
 
     def widen(self, pages: int) -> None:
-        """Give every row this many more pages, in one new block."""
-        block, first = Block(self.rows * pages), sum(map(len, self.blocks))
-        new = np.arange(first, first + len(block), dtype=np.int32).reshape(self.rows, pages)
-        self._set([*self.blocks, block], np.concatenate([self.table, new], axis=1))
+        """Give every row this many more pages, in one new slab."""
+        slab, first = Slab(self.rows * pages), sum(map(len, self.slabs))
+        new = np.arange(first, first + len(slab), dtype=np.int32).reshape(self.rows, pages)
+        self._set([*self.slabs, slab], np.concatenate([self.table, new], axis=1))
 
     def choose(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> None:
         """Row `b` becomes row `rows[b]`, and shares its full pages. `None`: rows stay. Each entry that names no full page then
@@ -178,86 +178,86 @@ class PageTables(PageUser):
         full = np.arange(self.width) < (paged // page_size)[:, None]
         own = np.full_like(before, -1)
         own[: self.rows] = self.table[: len(own)]
-        blocks, table = self._owned(self.blocks, np.where(full, before, own), full)
+        slabs, table = self._owned(self.slabs, np.where(full, before, own), full)
         opened = (paged % page_size).nonzero()[0]
         column = paged[opened] // page_size
         source, target = before[opened, column], table[opened, column]
         copied = source[source != target].astype(np.int64), target[source != target].astype(np.int64)
-        self._set(blocks, table, rows, copied)
+        self._set(slabs, table, rows, copied)
 
     def reset(self) -> None:
-        """Nothing is stored: release what others use, and leave blocks that belong to others."""
-        blocks = [block for block in self.blocks if block.owner is self]
-        all_mine = len(blocks) == len(self.blocks)
+        """Nothing is stored: release what others use, and leave slabs that belong to others."""
+        slabs = [slab for slab in self.slabs if slab.owner is self]
+        all_mine = len(slabs) == len(self.slabs)
         table = self.table if all_mine else np.full_like(self.table, -1)
-        blocks, new = self._owned(blocks, table, np.zeros(table.shape, dtype=bool))
+        slabs, new = self._owned(slabs, table, np.zeros(table.shape, dtype=bool))
         if not all_mine or not np.array_equal(new, table):
-            self._set(blocks, new, everything=not all_mine)
+            self._set(slabs, new, everything=not all_mine)
 
-    def adopt(self, blocks: Sequence[Block], ids: np.ndarray, lasting: np.ndarray) -> None:
-        """Nothing is stored. Use pages of these blocks.
+    def adopt(self, slabs: Sequence[Slab], ids: np.ndarray, lasting: np.ndarray) -> None:
+        """Nothing is stored. Use pages of these slabs.
 
         Args:
-            ids: int64 `[B, P]`: page numbers through these blocks. lasting: bool `[B, P]`: the entries that name them; all
-                others get pages of a new block, which comes first.
+            ids: int64 `[B, P]`: page numbers through these slabs. lasting: bool `[B, P]`: the entries that name them; all
+                others get pages of a new slab, which comes first.
         """
         count = int((~lasting).sum())
-        own = max(count, 0 if lasting.any() else 1)  # without rows, too, there is a block
+        own = max(count, 0 if lasting.any() else 1)  # without rows, too, there is a slab
         table = np.where(lasting, ids + own, 0).astype(np.int32)
         table[~lasting] = np.arange(count)
-        self._set([*([Block(own)] if own else []), *blocks], table, everything=True)
+        self._set([*([Slab(own)] if own else []), *slabs], table, everything=True)
 
     def fork(self, n: int, full: np.ndarray, width: int) -> list[PageTables]:
         """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row."""
         lasting = np.arange(width) < full[:, None]
         ids = np.zeros(lasting.shape, dtype=np.int64)
         ids[:, : self.width] = self.table[:, :width]
-        block, place = self.located(ids)
-        used = np.unique(block[lasting])
-        firsts = np.zeros(len(self.blocks), dtype=np.int64)
-        firsts[used] = np.cumsum([0, *(len(self.blocks[each]) for each in used)])[:-1]
+        slab, index = self.located(ids)
+        used = np.unique(slab[lasting])
+        firsts = np.zeros(len(self.slabs), dtype=np.int64)
+        firsts[used] = np.cumsum([0, *(len(self.slabs[each]) for each in used)])[:-1]
         forks = [PageTables(self.rows, 0) for _ in range(n)]
         for fork in forks:
-            fork.adopt([self.blocks[each] for each in used], firsts[block] + place, lasting)
+            fork.adopt([self.slabs[each] for each in used], firsts[slab] + index, lasting)
         return forks
 
     def undo(self, before: tuple) -> None:
         """Return to an earlier state (`__getstate__`)."""
-        self.blocks, self.table, self.version, self.change = before
+        self.slabs, self.table, self.version, self.change = before
         self._count()
 
-    def _owned(self, blocks: list[Block], table: np.ndarray, full: np.ndarray) -> tuple[list[Block], np.ndarray]:
-        """Blocks and a table in which each entry that is not `full` names a page for itself: its present one if that is
-        possible (-1: it has none), else a free one. A block is added if too few are free."""
-        usable = np.concatenate([np.zeros(0, dtype=bool), *map(self._usable, blocks)])
+    def _owned(self, slabs: list[Slab], table: np.ndarray, full: np.ndarray) -> tuple[list[Slab], np.ndarray]:
+        """Slabs and a table in which each entry that is not `full` names a page for itself: its present one if that is
+        possible (-1: it has none), else a free one. A slab is added if too few are free."""
+        usable = np.concatenate([np.zeros(0, dtype=bool), *map(self._usable, slabs)])
         usable[table[full]] = False
         wanted = ~full
         ids = table[wanted]
-        place = np.flatnonzero((ids >= 0) & usable[ids] if len(usable) else np.zeros(len(ids), dtype=bool))
-        kept, first = np.unique(ids[place], return_index=True)
+        index = np.flatnonzero((ids >= 0) & usable[ids] if len(usable) else np.zeros(len(ids), dtype=bool))
+        kept, first = np.unique(ids[index], return_index=True)
         without = np.ones(len(ids), dtype=bool)
-        without[place[first]] = False
+        without[index[first]] = False
         usable[kept] = False
         free, missing = np.flatnonzero(usable), int(without.sum())
         if len(free) < missing:
-            new = Block(missing - len(free))
+            new = Slab(missing - len(free))
             free = np.concatenate([free, np.arange(len(usable), len(usable) + len(new))])
-            blocks = [*blocks, new]
+            slabs = [*slabs, new]
         ids[without] = free[:missing]
         out = table.copy()
         out[wanted] = ids
-        return blocks, out
+        return slabs, out
 
-    def _usable(self, block: Block) -> np.ndarray:
+    def _usable(self, slab: Slab) -> np.ndarray:
         """bool `[pages]`: which pages entries of this table may have for themselves."""
         with _lock:
-            if block.owner is not self:
-                return np.zeros(len(block), dtype=bool)
-            return block.references == self.acquired[block]
+            if slab.owner is not self:
+                return np.zeros(len(slab), dtype=bool)
+            return slab.references == self.acquired[slab]
 
     def _set(
         self,
-        blocks: list[Block],
+        slabs: list[Slab],
         table: np.ndarray,
         chosen: np.ndarray | None = None,
         copied: tuple[np.ndarray, np.ndarray] | None = None,
@@ -268,14 +268,14 @@ class PageTables(PageUser):
         if not everything and len(before) == len(table):
             changed[:, : before.shape[1]] = before != table[:, : before.shape[1]]
         entries = changed.nonzero()
-        self.blocks, self.table, self.version = blocks, table, self.version + 1
+        self.slabs, self.table, self.version = slabs, table, self.version + 1
         self.change = Change(chosen, (entries[0], entries[1]), copied or _NO_ENTRIES)
         self._count()
 
     def _count(self) -> None:
-        counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.blocks))).astype(np.int32)
-        parts = np.split(counts, np.cumsum([len(block) for block in self.blocks])[:-1])
-        self.set_references(dict(zip(self.blocks, parts, strict=True)))
+        counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.slabs))).astype(np.int32)
+        parts = np.split(counts, np.cumsum([len(slab) for slab in self.slabs])[:-1])
+        self.set_references(dict(zip(self.slabs, parts, strict=True)))
 
 
 _NO_ENTRIES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -286,7 +286,7 @@ _NO_ENTRIES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 class PagePool(PageUser):
     """The page numbers of a pool of rows, for all layers with the same paging. Rows, and prefixes that are remembered, have
-    references to pages. Pages of kept texts and of caches are attached: rows read them where they lie.
+    references to pages. Pages of kept prompts and of caches are attached: rows read them where they lie.
 
     Args:
         count: pages of the pool, numbered from 0. Attached pages have the numbers after them.
@@ -295,28 +295,28 @@ class PagePool(PageUser):
     def __init__(self, count: int):
         super().__init__()
         self.count = count
-        #: in the order of numbers. Those of a detached block have no references, and are free for a block of the same size
-        self.blocks = [Block(count)]
-        self._hold(self.blocks[0], uses=True)
+        #: in the order of numbers. Those of a detached slab have no references, and are free for a slab of the same size
+        self.slabs = [Slab(count)]
+        self._hold(self.slabs[0], uses=True)
 
-    def _hold(self, block: Block, uses: bool = False) -> None:
-        self.set_references({**self.acquired, block: np.zeros(len(block), dtype=np.int32)}, uses)
+    def _hold(self, slab: Slab, uses: bool = False) -> None:
+        self.set_references({**self.acquired, slab: np.zeros(len(slab), dtype=np.int32)}, uses)
 
     @property
     def free(self) -> int:
         """Number of free pages of the pool."""
-        return self.count - int(np.count_nonzero(self.blocks[0].references))
+        return self.count - int(np.count_nonzero(self.slabs[0].references))
 
     def references(self, page: int) -> int:
         """How many references of rows and prefixes a page has."""
-        block, place = located(self.blocks, np.array(page))
-        counts = self.acquired.get(self.blocks[block])
-        return 0 if counts is None else int(counts[place])
+        slab, index = located(self.slabs, np.array(page))
+        counts = self.acquired.get(self.slabs[slab])
+        return 0 if counts is None else int(counts[index])
 
     def take(self, pages: int) -> list[int]:
         """Take free pages; they have one reference then. Raises `IndexError` if there are too few."""
         with _lock:
-            own = self.blocks[0]
+            own = self.slabs[0]
             taken = np.flatnonzero(own.references == 0)[:pages]
             if len(taken) < pages:
                 raise IndexError(f"pages={pages} are not free: only {len(taken)} are")
@@ -334,44 +334,42 @@ class PagePool(PageUser):
         return self.free - before
 
     def _change(self, pages: Sequence[int], change: int) -> None:
-        blocks, places = located(self.blocks, np.asarray(pages, dtype=np.int64))
+        slabs, indices = located(self.slabs, np.asarray(pages, dtype=np.int64))
         with _lock:
-            for number in np.unique(blocks):
-                block, of_block = self.blocks[number], places[blocks == number]
-                for counts in (self.acquired[block], block.references):
-                    np.add.at(counts, of_block, change)
-                assert (self.acquired[block][of_block] >= 0).all(), "a free page was released"
+            for number in np.unique(slabs):
+                slab, of_slab = self.slabs[number], indices[slabs == number]
+                for counts in (self.acquired[slab], slab.references):
+                    np.add.at(counts, of_slab, change)
+                assert (self.acquired[slab][of_slab] >= 0).all(), "a free page was released"
 
-    # ---- blocks of others -----------------------------------------------------------------------------------------
+    # ---- slabs of others -----------------------------------------------------------------------------------------
 
-    def first(self, place: int) -> int:
-        """The number of the first page of block `place`."""
-        return sum(map(len, self.blocks[:place]))
+    def first(self, index: int) -> int:
+        """The number of the first page of slab `index`."""
+        return sum(map(len, self.slabs[:index]))
 
-    def block_of(self, page: int) -> Block | None:
-        """The attached block of a page; `None`: it is a page of the pool."""
-        return None if page < self.count else self.blocks[int(located(self.blocks, np.array(page))[0])]
+    def slab_of(self, page: int) -> Slab | None:
+        """The attached slab of a page; `None`: it is a page of the pool."""
+        return None if page < self.count else self.slabs[int(located(self.slabs, np.array(page))[0])]
 
     @property
-    def attached(self) -> list[Block]:
-        return [block for block in self.acquired if block is not self.blocks[0]]
+    def attached(self) -> list[Slab]:
+        return [slab for slab in self.acquired if slab is not self.slabs[0]]
 
-    def attach(self, block: Block) -> int:
-        """Number the pages of a block. Returns its place among the blocks."""
-        gone = (
-            place for place, each in enumerate(self.blocks) if each not in self.acquired and len(each) == len(block)
-        )
-        place = next(gone, len(self.blocks))
-        self.blocks[place : place + 1] = [block]
-        self._hold(block)
-        return place
+    def attach(self, slab: Slab) -> int:
+        """Number the pages of a slab. Returns its index among the slabs."""
+        gone = (index for index, each in enumerate(self.slabs) if each not in self.acquired and len(each) == len(slab))
+        index = next(gone, len(self.slabs))
+        self.slabs[index : index + 1] = [slab]
+        self._hold(slab)
+        return index
 
     def detach(self) -> list[int]:
-        """Forget attached blocks to whose pages nothing here has a reference. Returns their places."""
-        gone = [block for block in self.attached if not self.acquired[block].any()]
+        """Forget attached slabs to whose pages nothing here has a reference. Returns their places."""
+        gone = [slab for slab in self.attached if not self.acquired[slab].any()]
         if gone:
-            self.set_references({block: counts for block, counts in self.acquired.items() if block not in gone})
-        return [self.blocks.index(block) for block in gone]
+            self.set_references({slab: counts for slab, counts in self.acquired.items() if slab not in gone})
+        return [self.slabs.index(slab) for slab in gone]
 
 
 def upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,7 @@ A row (one sequence) of a layer is
     [ sink | pages of `page_size` tokens, packed | tail: the newest tokens ]
 
 `sink` and tail hold the model's dtype. The tail is a ring: the token with index `i` (counted from the end of the sink)
-is in slot `i % tail_size`. Page `p` holds tokens `p * page_size` and up, whatever pieces they arrived in, so a row's
+is in slot `i % tail_size`. Page `p` holds tokens `p * page_size` and up, for any split of the text into passes, so a row's
 pages depend only on its tokens.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layer_spec import LayerSpec
-from .page_pool import Block, PageTables, upload
+from .page_pool import PageTables, Slab, upload
 
 #: fields of `LayerState` that operations never change
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
@@ -40,9 +40,9 @@ class LayerState(NamedTuple):
     """
 
     pool: list[torch.Tensor]
-    """blocks of pages, uint8 `[pages, H, page_bytes]`: a page's key part, then its value part"""
+    """slabs of pages, uint8 `[pages, H, page_bytes]`: a page's key part, then its value part"""
     page_table: torch.Tensor
-    """int32 `[B, P]`: the id of a row's page; ids count through the blocks of `pool` in order"""
+    """int32 `[B, P]`: the id of a row's page; ids count through the slabs of `pool` in order"""
     page_address: torch.Tensor
     """int64 `[B, P]`: where that page starts, in bytes from the start of `pool[0]`"""
     sink_k: torch.Tensor
@@ -54,11 +54,11 @@ class LayerState(NamedTuple):
     length: torch.Tensor
     """int32 `[B, H]`: tokens stored, sink counted, padding not"""
     paged: torch.Tensor
-    """int32 `[B, H]`: how many of them are in pages"""
+    """int32 `[B, H]`: number of stored tokens that are in pages"""
     lost: torch.Tensor
-    """int32 `[B, H]`: tokens that came when the row had no room, and so were not stored"""
+    """int32 `[B, H]`: tokens that were dropped because the row was full"""
     scratch: torch.Tensor
-    """int32 `[B * H * SCRATCH + 1]`: what a kernel's blocks count together; zeros before and after every operation"""
+    """int32 `[B * H * SCRATCH + 1]`: what a kernel's CTAs count together; zeros before and after every operation"""
     parameters: list[torch.Tensor]
     """records, uint8 `[H or 1, bytes]`, one for each role that has parameters, in the order of `ROLES`; read only"""
 
@@ -80,11 +80,11 @@ class LayerState(NamedTuple):
 
 
 class LayerStore:
-    """The tensors of a layer, and the spec that says what they mean. Backends get this object.
+    """The tensors of a layer, and the spec that defines their meaning. Backends get this object.
 
     Attributes:
         key: the spec's text form.
-        kernels: kernels that a backend has prepared for exactly these tensors, by kind of chunk. Setting `state` or
+        kernels: kernels that a backend has prepared for exactly these tensors, by shape of the inputs. Setting `state` or
             `spec` empties it, because prepared kernels hold addresses.
     """
 
@@ -137,7 +137,7 @@ class LayerStore:
         return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. Whoever made only a state has seen to that."""
+        """Make room for rows of `length` tokens. A store without an owner has the room already."""
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""
@@ -150,7 +150,7 @@ class PagedStore(LayerStore):
     """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
 
     Args:
-        capacity: tokens per row (preallocated, addresses never change), or `None` to grow by blocks.
+        capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs.
         parameters: the layer's records, see `LayerState`.
         tables: page numbers, which layers with the same paging share; `None`: of this layer only.
     """
@@ -193,7 +193,7 @@ class PagedStore(LayerStore):
         super().__init__(state, spec)
         self.capacity = capacity
         self.tables = tables or PageTables(batch_size, max(spec.pages_for(capacity or 0), 1))
-        self._blocks: list[Block] = []  # those of `state.pool`
+        self._slabs: list[Slab] = []  # those of `state.pool`
         self._version = -1  # of the tables, when tensors were brought to their numbers
         self._follow()
 
@@ -210,9 +210,9 @@ class PagedStore(LayerStore):
 
     @property
     def num_pages(self) -> int:
-        return sum(block.shape[0] for block in self.state.pool)
+        return sum(slab.shape[0] for slab in self.state.pool)
 
-    def _new_block(self, pages: int) -> torch.Tensor:
+    def _new_slab(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
 
     def width_for(self, length: int) -> int:
@@ -221,7 +221,7 @@ class PagedStore(LayerStore):
         return self.pages_per_row + -(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. A growing store adds blocks; a preallocated store has the room
+        """Make room for rows of `length` tokens. A growing store adds slabs; a preallocated store has the room
         already."""
         if self.capacity is None and self.spec.pages_for(length) > self.pages_per_row:
             self.widen(self.width_for(length))
@@ -237,16 +237,16 @@ class PagedStore(LayerStore):
     def adopt(
         self,
         memory: Sequence[torch.Tensor],
-        blocks: Sequence[Block] | None,
+        slabs: Sequence[Slab] | None,
         table: np.ndarray,
         lasting: np.ndarray,
         width: int,
     ) -> None:
-        """Let the empty rows of a growing store have pages of these blocks.
+        """Let the empty rows of a growing store have pages of these slabs.
 
         Args:
-            memory: uint8 `[n, H, page_bytes]` each. blocks: their counts; `None`: they are used only here.
-            table: int64 `[B, P]`: pages, numbered across the blocks. lasting: bool `[B, P]`: which of these are full.
+            memory: uint8 `[n, H, page_bytes]` each. slabs: their counts; `None`: they are used only here.
+            table: int64 `[B, P]`: pages, numbered across the slabs. lasting: bool `[B, P]`: which of these are full.
             width: pages of each row.
         """
         with self._changing() as first:
@@ -254,16 +254,16 @@ class PagedStore(LayerStore):
                 full = np.zeros((self.batch_size, max(width, self.tables.width)), dtype=bool)
                 ids = full.astype(np.int64)
                 full[:, : lasting.shape[1]], ids[:, : table.shape[1]] = lasting, table
-                self.tables.adopt(blocks or [Block(len(pages)) for pages in memory], ids, full)
-            named = self.tables.blocks[-len(memory) :]
+                self.tables.adopt(slabs or [Slab(len(pages)) for pages in memory], ids, full)
+            named = self.tables.slabs[-len(memory) :]
             self._follow(dict(zip(named, memory, strict=True)))
 
     # ---- page numbers ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[bool]:
-        """Page numbers change in here, if this layer is the first one of those that share them; yields whether it is. If
-        memory runs out, they become what they were."""
+        """Context in which page numbers change if this layer is the first of those that share them; yields whether it is. If
+        memory runs out, the old numbers are restored."""
         before, first = self.tables.__getstate__(), self._version == self.tables.version
         try:
             yield first
@@ -275,7 +275,7 @@ class PagedStore(LayerStore):
     @torch.inference_mode(False)
     def _follow(
         self,
-        memory: dict[Block, torch.Tensor] | None = None,
+        memory: dict[Slab, torch.Tensor] | None = None,
         chosen: torch.Tensor | None = None,
         windows: dict[str, torch.Tensor] | None = None,
     ) -> None:
@@ -283,29 +283,29 @@ class PagedStore(LayerStore):
         changes: memory may run out, and stored tokens must stay readable.
 
         Args:
-            memory: of blocks that have some already. chosen: rows that were chosen, and `windows` their other tensors.
+            memory: of slabs that have some already. chosen: rows that were chosen, and `windows` their other tensors.
         """
         tables, state, change = self.tables, self.state, self.tables.change
         if self._version == tables.version:
             return
-        known = dict(zip(self._blocks, state.pool, strict=True)) | (memory or {})
+        known = dict(zip(self._slabs, state.pool, strict=True)) | (memory or {})
         pool = []
-        for block in tables.blocks:  # a comprehension would keep the store alive in the traceback, if memory runs out
-            pool.append(known[block] if block in known else self._new_block(len(block)))
-        one_behind = self._version == tables.version - 1 and (chosen is None) == (change.chosen is None)
+        for slab in tables.slabs:  # a comprehension would keep the store alive in the traceback, if memory runs out
+            pool.append(known[slab] if slab in known else self._new_slab(len(slab)))
+        is_next_version = self._version == tables.version - 1 and (chosen is None) == (change.chosen is None)
         in_place = self.capacity is not None and state.page_table.shape == tables.table.shape
-        if one_behind and chosen is None and tables.blocks == self._blocks and not len(change.entries[0]):
+        if is_next_version and chosen is None and tables.slabs == self._slabs and not len(change.entries[0]):
             self._version = tables.version  # as after most crops
             return
-        entries = change.entries if one_behind else tuple(np.indices(tables.table.shape).reshape(2, -1))
+        entries = change.entries if is_next_version else tuple(np.indices(tables.table.shape).reshape(2, -1))
         written = self._numbers(pool, *entries)
         new = [
-            _resized(tensor, tables.table.shape, chosen if one_behind else None, in_place)
+            _resized(tensor, tables.table.shape, chosen if is_next_version else None, in_place)
             for tensor in (state.page_table, state.page_address)
         ]
         for tensor, numbers in zip(new, written[2:], strict=True):
             tensor[written[0], written[1]] = numbers.to(tensor.dtype)
-        if one_behind and len(change.copied[0]):
+        if is_next_version and len(change.copied[0]):
             source, target = (upload(ids, self.device) for ids in change.copied)
             write_pages(pool, target, read_pages(pool, source))
         replaced: dict[str, Any] = {"page_table": new[0], "page_address": new[1], **(windows or {})}
@@ -318,15 +318,15 @@ class PagedStore(LayerStore):
             self.state = state._replace(pool=pool, **replaced)
             if self.capacity is not None:
                 self._mark_static()
-        self.batch_size, self._blocks, self._version = tables.rows, list(tables.blocks), tables.version
+        self.batch_size, self._slabs, self._version = tables.rows, list(tables.slabs), tables.version
 
     def _numbers(self, pool: list[torch.Tensor], rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
         """int64 `[4, n]` on the device: entries of the table, their page numbers and addresses."""
         numbers = self.tables.table[rows, columns]
-        block, place = self.tables.located(numbers)
+        slab, index = self.tables.located(numbers)
         starts = np.array([each.data_ptr() - pool[0].data_ptr() for each in pool], dtype=np.int64)
         sizes = np.array([each.stride(0) for each in pool], dtype=np.int64)
-        return upload(np.stack([rows, columns, numbers, starts[block] + sizes[block] * place]), self.device)
+        return upload(np.stack([rows, columns, numbers, starts[slab] + sizes[slab] * index]), self.device)
 
     def _mark_static(self) -> None:
         for tensor in self.state.tensors():
@@ -354,7 +354,7 @@ class PagedStore(LayerStore):
 
     @torch.inference_mode(False)
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and an open page are copied.
+        """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and a partial page are copied.
 
         After its shared pages a row's table names free pages, which no row uses. Waits for the device, once for all layers
         that share page numbers.
@@ -395,12 +395,12 @@ class PagedStore(LayerStore):
     def nbytes(self) -> dict[str, int]:
         """Allocated bytes: `codes`, `metadata`, `window` (sink and tail in use), `parameters`, `unused` (capacity
         without tokens, tables and counters). Shared pages count once. If several stores share them, they count in the
-        store that owns their block. Reads lengths from the device."""
+        store that owns their slab. Reads lengths from the device."""
         state = self.state
-        blocks = [memory for memory, block in zip(state.pool, self._blocks, strict=True) if self._owns(block)]
+        slabs = [memory for memory, slab in zip(state.pool, self._slabs, strict=True) if self._owns(slab)]
         records = [record for record in state.parameters if _counts_in(record, self)]
         other = [*state.pool, *state.parameters]
-        total = sum(tensor.nbytes for tensor in [*state.tensors(), *blocks, *records]) - sum(x.nbytes for x in other)
+        total = sum(tensor.nbytes for tensor in [*state.tensors(), *slabs, *records]) - sum(x.nbytes for x in other)
         codes, packed = self._packed_bytes(only_owned=True)
         stored = {
             "codes": codes,
@@ -410,8 +410,8 @@ class PagedStore(LayerStore):
         }
         return stored | {"unused": total - sum(stored.values())}
 
-    def _owns(self, block: Block) -> bool:
-        return block.owner is self.tables
+    def _owns(self, slab: Slab) -> bool:
+        return slab.owner is self.tables
 
     def stored_bytes(self) -> int:
         """Bytes of pages in use, window and parameters. Shared bytes that count in another store are included."""
@@ -419,12 +419,12 @@ class PagedStore(LayerStore):
         return self._packed_bytes(only_owned=False)[1] + self._window_bytes() + parameters
 
     def _packed_bytes(self, only_owned: bool) -> tuple[int, int]:
-        """Bytes of codes, and of everything, of pages in use; of all or of those in blocks that this store owns."""
+        """Bytes of codes, and of everything, of pages in use; of all or of those in slabs that this store owns."""
         state, spec = self.state, self.spec
         used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
         ids = torch.unique(state.page_table[used]).long()
-        if only_owned and not all(owned := list(map(self._owns, self._blocks))):
-            lengths = torch.tensor([len(block) for block in state.pool])
+        if only_owned and not all(owned := list(map(self._owns, self._slabs))):
+            lengths = torch.tensor([len(slab) for slab in state.pool])
             ids = ids[torch.tensor(owned).repeat_interleave(lengths).to(self.device)[ids]]
         pages, head_dims = ids.numel() * self.num_heads, (self.head_dim_k, self.head_dim_v)
         codes = sum(f.code_bytes(d, spec.page_size, self.dtype) for f, d in zip(spec.formats, head_dims, strict=True))
@@ -435,12 +435,12 @@ class PagedStore(LayerStore):
         return numbers * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
 
 
-#: for each record that forks share, the stores that do, oldest first
+#: for each record that forks share, the sharing stores, oldest first
 _readers: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def share_records(stores: Sequence[PagedStore]) -> None:
-    """These stores have the same records, which count in the oldest of them that is alive."""
+    """Let these stores share their records, which count in the oldest living store."""
     for record in stores[0].state.parameters:
         readers = _readers.setdefault(record, [])
         readers += [
@@ -468,14 +468,14 @@ def write_pages(pool: list[torch.Tensor], ids: torch.Tensor, contents: torch.Ten
     """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
     ids = ids.long()
     first, parts = 0, []
-    for block in pool:
-        in_block = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + block.shape[0])
-        part = contents[in_block]
-        pair, words = (block, part), (words_of(block), words_of(part))
-        parts.append((words if words[0].dtype == words[1].dtype else pair, ids[in_block] - first))
-        first += block.shape[0]
-    for (block, part), place in parts:  # nothing is allocated between writes
-        block[place] = part
+    for slab in pool:
+        in_slab = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + slab.shape[0])
+        part = contents[in_slab]
+        pair, words = (slab, part), (words_of(slab), words_of(part))
+        parts.append((words if words[0].dtype == words[1].dtype else pair, ids[in_slab] - first))
+        first += slab.shape[0]
+    for (slab, part), index in parts:  # nothing is allocated between writes
+        slab[index] = part
 
 
 def words_of(pages: torch.Tensor) -> torch.Tensor:
@@ -492,8 +492,8 @@ def read_pages(pool: list[torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         return words_of(pool[0])[ids].view(torch.uint8)
     out = pool[0].new_empty((*ids.shape, *pool[0].shape[1:]))
     first = 0
-    for block in pool:
-        in_block = (ids >= first) & (ids < first + block.shape[0])
-        out[in_block] = block[ids[in_block] - first]
-        first += block.shape[0]
+    for slab in pool:
+        in_slab = (ids >= first) & (ids < first + slab.shape[0])
+        out[in_slab] = slab[ids[in_slab] - first]
+        first += slab.shape[0]
     return out

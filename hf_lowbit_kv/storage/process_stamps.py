@@ -265,7 +265,7 @@ def _tensors(value: Any, depth: int, ignored: tuple[type, ...]) -> Iterator[torc
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, LayerStore):
-        # kernels find pages by tables, from the first block on; a pool of rows attaches others and detaches them
+        # kernels find pages by tables, from the first slab on; a pool of rows attaches others and detaches them
         yield from value.state._replace(pool=value.state.pool[:1]).tensors()
     elif isinstance(value, Mapping):
         for item in value.values():

@@ -3,7 +3,7 @@
 The functions take queries, keys and values as the model made them, and apply the layer's transforms (`transformed`,
 `restored`).
 
-Kernels are tested against this file. It runs on any device, computes in float32, and unpacks only a slab of the history
+Kernels are tested against this file. It runs on any device, computes in float32, and unpacks only a stretch of the history
 at a time. It may read lengths back from the device; kernels must not.
 """
 
@@ -16,11 +16,11 @@ import torch
 from ..formats import Format
 from ..formats.base import Tensors
 from .paged_store import LayerState, LayerStore, read_pages
-from .step import Chunk, Operations
+from .step import Operations, StepInputs
 from .transforms import Transform
 
 #: tokens of history unpacked at a time
-SLAB_TOKENS = 4096
+STRETCH_TOKENS = 4096
 #: query tokens attended at a time
 QUERY_BLOCK = 512
 
@@ -34,13 +34,13 @@ class _Softmax:
         num_kv_heads: int,
         scaling: float,
         softcap: float | None,
-        lacking: torch.Tensor | None = None,
+        score_bias: torch.Tensor | None = None,
     ):
         batch, heads, tokens, _ = q.shape
         self.shape = (batch, heads, tokens)
         self.q = q.float().reshape(batch, num_kv_heads, heads // num_kv_heads * tokens, -1)
         self.tokens, self.scaling, self.softcap = tokens, scaling, softcap
-        self.lacking = None if lacking is None else lacking.reshape(self.q.shape[:-1])[..., None]
+        self.score_bias = None if score_bias is None else score_bias.reshape(self.q.shape[:-1])[..., None]
         self.max = q.new_full(self.q.shape[:-1], float("-inf"), dtype=torch.float32)
         self.sum = torch.zeros_like(self.max)
         self.out: torch.Tensor | None = None
@@ -48,8 +48,8 @@ class _Softmax:
     def add(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> None:
         """Keys and values `[B, H, n, D]`; `valid` bool `[B, n]` (any query) or `[B, S, n]` (per query token)."""
         scores = self.q @ k.float().transpose(-1, -2)
-        if self.lacking is not None:
-            scores = scores + self.lacking
+        if self.score_bias is not None:
+            scores = scores + self.score_bias
         scores = scores * self.scaling
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -61,7 +61,7 @@ class _Softmax:
         shift = torch.where(new_max.isfinite(), new_max, 0.0)
         weights, decay = torch.exp(scores - shift[..., None]), torch.exp(self.max - shift)
         self.sum = self.sum * decay + weights.sum(-1)
-        # the contents of an unused slot, even NaN, must not matter
+        # unused slots may hold NaN
         v = v.float().masked_fill(~valid.any(-2)[..., None], 0.0)
         part = weights @ v
         self.out = part if self.out is None else self.out * decay[..., None] + part
@@ -81,9 +81,9 @@ class _Softmax:
         return out.reshape(*self.shape, -1).transpose(1, 2)
 
 
-def transformed(chunk: Chunk, store: LayerStore) -> Chunk:
-    """The chunk with the layer's transforms applied."""
-    return transformed_with(transform, chunk, store)
+def transformed(inputs: StepInputs, store: LayerStore) -> StepInputs:
+    """The inputs with the layer's transforms applied."""
+    return transformed_with(transform, inputs, store)
 
 
 def transform(
@@ -93,22 +93,22 @@ def transform(
     return None if q is None else linear_map.counterpart(q, tensors, x.shape[1]), linear_map.forward(x, tensors)
 
 
-def transformed_with(kernel: Callable, chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
+def transformed_with(kernel: Callable, inputs: StepInputs, store: LayerStore, keys: bool = True) -> StepInputs:
     """`transformed`, where `kernel` (a replacement of `transform`) applies the transforms that kernels can apply
     (`Transform.fused`). keys: whether to transform queries and keys too."""
     spec = store.spec
     if spec.untransformed:
-        return chunk
-    (q, k, v), tensors, lacking = chunk[:3], store.tensors(), chunk.lacking
+        return inputs
+    (q, k, v), tensors, score_bias = inputs[:3], store.tensors(), inputs.score_bias
     if keys and not spec.key_transform.identity:
-        if q is not None and chunk.shifts_matter:
-            lacking = spec.key_transform.lacking(q, tensors["key_transform"], k.shape[1])
+        if q is not None and inputs.shifts_matter:
+            score_bias = spec.key_transform.score_bias(q, tensors["key_transform"], k.shape[1])
         apply = transform if spec.key_transform.fused is None else kernel
         q, k = apply(q, k, spec.key_transform, tensors["key_transform"])
     if not spec.value_transform.identity:
         apply = transform if spec.value_transform.fused is None else kernel
         _, v = apply(None, v, spec.value_transform, tensors["value_transform"])
-    return chunk._replace(q=q, k=k, v=v, lacking=lacking)
+    return inputs._replace(q=q, k=k, v=v, score_bias=score_bias)
 
 
 def restored(out: torch.Tensor, store: LayerStore) -> torch.Tensor:
@@ -134,29 +134,29 @@ class Reference(Operations):
 
     takes_few_queries = True
 
-    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        return restored(self._attend(transformed(chunk, store), store), store)
+    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        return restored(self._attend(transformed(inputs, store), store), store)
 
-    def _attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        """`attend` for a chunk that is already transformed."""
-        (q, k, v, mask), reading, blocks = (chunk.queries, *chunk[1:4]), store.spec.reading, []
-        before = chunk.tokens_before
+    def _attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        """`attend` for inputs that are already transformed."""
+        (q, k, v, mask), attention_kind, outputs = (inputs.queries, *inputs[1:4]), store.spec.attention_kind, []
+        before = inputs.tokens_before
         for start in range(0, q.shape[2], QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, q.shape[2])
-            lacking = None if chunk.lacking is None else chunk.lacking[:, :, start:stop]
-            softmax = _Softmax(q[:, :, start:stop], k.shape[1], chunk.scaling, chunk.softcap, lacking)
+            score_bias = None if inputs.score_bias is None else inputs.score_bias[:, :, start:stop]
+            softmax = _Softmax(q[:, :, start:stop], k.shape[1], inputs.scaling, inputs.softcap, score_bias)
             for first, second, valid in history(store):
-                softmax.add(*reading.join(first, second), valid)
+                softmax.add(*attention_kind.join(first, second), valid)
             position = torch.arange(before + stop, device=q.device)
             valid = (position <= position[before + start :, None]).expand(q.shape[0], -1, -1)
             if mask is not None:
                 valid = valid & mask[:, None, : before + stop]
-            softmax.add(*reading.join(k[:, :, : before + stop], v[:, :, : before + stop]), valid)
-            blocks.append(softmax.result(chunk.sinks).to(q.dtype))
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+            softmax.add(*attention_kind.join(k[:, :, : before + stop], v[:, :, : before + stop]), valid)
+            outputs.append(softmax.result(inputs.sinks).to(q.dtype))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def append(self, chunk: Chunk, store: LayerStore) -> None:
-        _, k, v, mask, *_ = transformed(chunk._replace(q=None), store)
+    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+        _, k, v, mask, *_ = transformed(inputs._replace(q=None), store)
         state, spec = store.state, store.spec
         room = spec.room(state.page_table.shape[1])
         for row in range(k.shape[0]):
@@ -203,16 +203,16 @@ OPERATIONS = Reference()
 
 
 def history(store: LayerStore) -> Iterator[tuple]:
-    """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, slab by slab, in any order."""
+    """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, stretch by stretch, in any order."""
     state, spec = store.state, store.spec
     length, paged = state.length[:, :1], state.paged[:, :1]
     device = length.device
     if spec.sink:
         yield state.sink_k, state.sink_v, torch.arange(spec.sink, device=device) < length
     pages = -(-int(paged.max()) // spec.page_size)
-    slab = max(SLAB_TOKENS // spec.page_size, 1)
-    for first in range(0, pages, slab):
-        last = min(first + slab, pages)
+    stretch = max(STRETCH_TOKENS // spec.page_size, 1)
+    for first in range(0, pages, stretch):
+        last = min(first + stretch, pages)
         k, v = _unpack(read_pages(state.pool, state.page_table[:, first:last]), store)
         position = torch.arange(first * spec.page_size, last * spec.page_size, device=device)
         yield k, v, position < paged
@@ -287,10 +287,10 @@ def _write_tokens(
 
 def _page(state: LayerState, page_id: int) -> torch.Tensor:
     """The bytes of one page, `[H, page_bytes]`, to write to."""
-    for block in state.pool:
-        if page_id < block.shape[0]:
-            return block[page_id]
-        page_id -= block.shape[0]
+    for slab in state.pool:
+        if page_id < slab.shape[0]:
+            return slab[page_id]
+        page_id -= slab.shape[0]
     raise IndexError(f"page_id={page_id} is beyond the pool")
 
 
@@ -302,12 +302,12 @@ def plain_attention(
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    lacking: torch.Tensor | None = None,
+    score_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over plain tensors `[B, H, n, D]` with a softcap or sinks, which PyTorch's SDPA does not offer.
 
-    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key. lacking: see
-    `Chunk`.
+    `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key. score_bias: see
+    `StepInputs`.
     """
     if (
         q.shape[2] > 1
@@ -316,8 +316,8 @@ def plain_attention(
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     rows = q.shape[:3]
     scores = (q.reshape(*k.shape[:2], -1, q.shape[3]) @ k.transpose(-1, -2)).float().reshape(*rows, -1)
-    if lacking is not None:
-        scores = scores + lacking[..., None]
+    if score_bias is not None:
+        scores = scores + score_bias[..., None]
     scores = scores * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -1,4 +1,4 @@
-"""The input of a step (`Chunk`), and the interface of the code that computes it (`Operations`)."""
+"""The inputs of a step (`StepInputs`), and the interface of the code that computes it (`Operations`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from .paged_store import LayerStore
 
 
-class Chunk(NamedTuple):
-    """The tokens that one forward pass brings to a layer, and how their queries attend.
+class StepInputs(NamedTuple):
+    """The new tokens of a forward pass in one layer, and how their queries attend.
 
-    If the reading is not `separate`, k and v are the two streams, and q has the width of `Reading.widths`.
+    If the attention kind is not `separate`, k and v are the two streams, and q has the width of `AttentionKind.widths`.
     """
 
     q: torch.Tensor | None
-    """`[B, Hq, n, head_dim]`, of the last n of the chunk's S tokens; `None`: the tokens are only stored"""
+    """`[B, Hq, n, head_dim]`, of the last n of the S new tokens; `None`: the tokens are only stored"""
     k: torch.Tensor
     """`[B, H, S, head_dim]`"""
     v: torch.Tensor
@@ -27,18 +27,18 @@ class Chunk(NamedTuple):
     scaling: float = 1.0
     """factor on q.k"""
     softcap: float | None = None
-    """scores become `softcap * tanh(score / softcap)`; `None`: they stay"""
+    """scores become `softcap * tanh(score / softcap)`; `None`: no softcap"""
     sinks: torch.Tensor | None = None
-    """`[Hq]`, a logit per query head that takes weight and gives no value (gpt-oss), or `None`"""
+    """`[Hq]`, a logit per query head that adds to the softmax denominator only (gpt-oss), or `None`"""
     seen: int | None = None
-    """no row holds more tokens than this before the step, where Python knows it; changes no result"""
-    lacking: torch.Tensor | None = None
-    """float32 `[B, Hq, n]`, added to all q.k of a query: what transformed keys lack (`Transform.lacking`). `None`:
-    nothing, or it would not change the result"""
+    """upper bound of the stored tokens per row, if Python knows one; changes no result"""
+    score_bias: torch.Tensor | None = None
+    """float32 `[B, Hq, n]`, added to all q.k of a query: the part that transformed keys do not have (`Transform.score_bias`).
+    `None`: nothing, or it would not change the result"""
 
     @property
     def queries(self) -> torch.Tensor:
-        """`q` of a chunk that attends (a chunk that is only stored has none)."""
+        """`q` of tokens that attend (tokens that are only stored have none)."""
         assert self.q is not None
         return self.q
 
@@ -57,10 +57,10 @@ class Chunk(NamedTuple):
         """How many of the new tokens come before the first query."""
         return self.tokens - self.queries.shape[2]
 
-    def rows(self, rows: slice) -> Chunk:
-        """The chunk of some of the rows."""
-        q, mask, lacking = (None if x is None else x[rows] for x in (self.q, self.mask, self.lacking))
-        return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask, lacking=lacking)
+    def rows(self, rows: slice) -> StepInputs:
+        """The inputs of these rows."""
+        q, mask, score_bias = (None if x is None else x[rows] for x in (self.q, self.mask, self.score_bias))
+        return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask, score_bias=score_bias)
 
     @property
     def shifts_matter(self) -> bool:
@@ -71,32 +71,32 @@ class Chunk(NamedTuple):
 class Operations(ABC):
     """The operations of a layer, as one backend computes them. Instances are immutable.
 
-    `storage/reference.py` defines the results. Chunks are as the model made them; operations apply the layer's
+    `storage/reference.py` defines the results. Inputs are as the model made them; operations apply the layer's
     transforms.
     """
 
-    #: whether a chunk may have fewer queries than tokens. Others get queries of zeros for the tokens before
+    #: whether there may be fewer queries than new tokens. Others get queries of zeros for the tokens before
     takes_few_queries: ClassVar[bool] = False
 
     @abstractmethod
-    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        """Attention of a chunk's queries to all stored tokens and, causally, to the chunk itself. Changes nothing.
+    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        """Attention of the queries to all stored tokens and, causally, to the new tokens. Changes nothing.
 
         Returns:
             `[B, n, Hq, head_dim_v]` in q's dtype; zero for a row that attends to nothing.
         """
 
     @abstractmethod
-    def append(self, chunk: Chunk, store: LayerStore) -> None:
-        """Store a chunk without its padding, and pack each page that is due.
+    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+        """Store the new tokens without padding, and pack each page that is due.
 
         If a row is full, further tokens are dropped, and counted in `lost`.
         """
 
-    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
         """`attend`, then `append`. Returns the output."""
-        out = self.attend(chunk, store)
-        self.append(chunk, store)
+        out = self.attend(inputs, store)
+        self.append(inputs, store)
         return out
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Operations(ABC):
         """The stored tokens in order, unpacked but still transformed: keys and values `[B, H, max_length, D]` in the
         model's dtype, with zeros past a row's end. Used by other attention implementations, and by tests."""
 
-    def expect_steps(self, chunk: Chunk, store: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
+    def expect_steps(self, inputs: StepInputs, store: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
         """This prompt is about to be stored, and steps of one token may follow. Their kernels can be compiled meanwhile.
 
         masked: whether these steps come with a mask.

@@ -23,7 +23,7 @@ _COUNTERS = ("length", "paged", "lost", "scratch")
 
 @torch.inference_mode(False)
 def fork_stores(stores: Sequence[PagedStore], capacity: int | None, n: int = 1) -> list[list[PagedStore]]:
-    """`n` times a fork of each store. Full pages are shared, windows and open pages are copied; later writes to
+    """`n` times a fork of each store. Full pages are shared, windows and partial pages are copied; later writes to
     one are not visible in the others. Waits for the device once.
 
     Args:
@@ -36,7 +36,7 @@ def fork_stores(stores: Sequence[PagedStore], capacity: int | None, n: int = 1) 
     forks: list[list[Any]] = [[None] * len(stores) for _ in range(n)]
     for tables, indices in by_tables.items():
         spec, paged = stores[indices[0]].spec, np.stack([all_paged[index] for index in indices])
-        # as a rule the same in all layers: after an interrupted pass some have packed more pages than others
+        # usually equal in all layers; after an interrupted pass some layers have packed more pages
         full, used = paged.min(0) // spec.page_size, -(-paged.max(0) // spec.page_size)
         width = max(int(full.max(initial=0)) + spec.direct, int(used.max(initial=0)), 1, spec.pages_for(capacity or 0))
         new = tables.fork(n, full, width)
@@ -53,7 +53,7 @@ def fork_stores(stores: Sequence[PagedStore], capacity: int | None, n: int = 1) 
 
 def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors of one dtype and device, each in memory of its own. A few launches copy them all, and one call
-    allocates them, which takes a fraction of the time that as many calls take."""
+    allocates them, which takes a fraction of the time of separate calls."""
     if hasattr(torch, "_foreach_clone"):
         return list(torch._foreach_clone(tensors))
     return list(torch._foreach_mul(tensors, 1))  # releases before it; the product is exact
@@ -85,23 +85,21 @@ def _forks(
     """
     device, first = stores[0].device, tables[0]
     states = [store.state for store in stores]
-    memory = [dict(zip(store._blocks, store.state.pool, strict=True)) for store in stores]
+    memory = [dict(zip(store._slabs, store.state.pool, strict=True)) for store in stores]
     pools: list[list[torch.Tensor]] = []
     for each in tables:
         for state, known in zip(states, memory, strict=True):
             shape = state.pool[0].shape[1:]
             pools.append(
                 [
-                    known[block]
-                    if block in known
-                    else torch.empty(len(block), *shape, dtype=torch.uint8, device=device)
-                    for block in each.blocks
+                    known[slab] if slab in known else torch.empty(len(slab), *shape, dtype=torch.uint8, device=device)
+                    for slab in each.slabs
                 ]
             )
-    block, place = first.located(first.table)
+    slab, index = first.located(first.table)
     starts = np.array([[part.data_ptr() for part in pool] for pool in pools])
     sizes = np.array([state.pool[0].stride(0) for state in states] * len(tables))
-    addresses = (starts - starts[:, :1])[:, block] + sizes[:, None, None] * place
+    addresses = (starts - starts[:, :1])[:, slab] + sizes[:, None, None] * index
     entries = upload(first.table, device)
 
     windows = copies_of([x for state in states for x in attrgetter(*_WINDOWS)(state)] * len(tables))
@@ -115,14 +113,14 @@ def _forks(
         parameters = states[i % len(states)].parameters
         new_states.append(LayerState(pool, table, page_address, *window, *counts, scratch, parameters))
     torch._foreach_zero_(counters[3::5])  # scratch
-    if first.blocks[0] not in memory[0]:
+    if first.slabs[0] not in memory[0]:
         torch._foreach_zero_([pool[0] for pool in pools])
     before = stores[0].tables.table
     for row, column in zip(*opened, strict=True):
         (source,), (at,) = stores[0].tables.located(before[row, column : column + 1])
         pages = [state.pool[source][at] for state in states if source < len(state.pool)]
         if len(pages) == len(states):
-            torch._foreach_copy_([pool[0][place[row, column]] for pool in pools], pages * len(tables))
+            torch._foreach_copy_([pool[0][index[row, column]] for pool in pools], pages * len(tables))
     forks = [
         _fork(store, state, each, capacity)
         for each, of_fork in zip(tables, _parts(new_states, len(stores)), strict=True)
@@ -141,7 +139,7 @@ def _fork(store: PagedStore, state: LayerState, tables: PageTables, capacity: in
     new = type(store).__new__(type(store))
     new.__dict__.update(store.__dict__)
     new.capacity, new.state, new.tables = capacity, state, tables
-    new._blocks, new._version = list(tables.blocks), tables.version
+    new._slabs, new._version = list(tables.slabs), tables.version
     if capacity is not None:
         new._mark_static()
     return new

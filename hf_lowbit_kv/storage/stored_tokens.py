@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .layer_spec import LayerSpec
-from .page_pool import Block
+from .page_pool import Slab
 from .paged_store import LayerStore, PagedStore, read_pages
 
 #: number of pages that `in_layout_of` converts at a time. Meanwhile each code takes about eight bytes
@@ -23,18 +23,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class StoredTokens(NamedTuple):
     """`B` rows of one layer."""
 
-    blocks: list[torch.Tensor]
+    slabs: list[torch.Tensor]
     """uint8 `[n, H, page_bytes]`, in the layout of the layer's spec"""
     table: torch.Tensor
-    """int64 `[B, P]` on the CPU: page indices of each row, numbered across blocks; 0-padded"""
+    """int64 `[B, P]` on the CPU: page indices of each row, numbered across slabs; 0-padded"""
     paged: list[int]
     """by row, tokens in pages"""
     sinks: list[Pair]
     """by row, keys and values `[H, n, D]` of its first tokens, in the model's dtype"""
     tails: list[Pair]
     """by row, keys and values `[H, n, D]` of its tokens after the pages, in order"""
-    shared: list[Block] | None = None
-    """the reference counts of `blocks`, if others read these pages too. Layers with the same paging have the same `Block`s"""
+    shared: list[Slab] | None = None
+    """the reference counts of `slabs`, if others read these pages too. Layers with the same paging have the same `Slab`s"""
 
     @property
     def lengths(self) -> list[int]:
@@ -44,7 +44,7 @@ class StoredTokens(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that have memory on the device."""
-        return [*self.blocks, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
+        return [*self.slabs, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
 
     def first(self, count: int, spec: LayerSpec) -> StoredTokens:
         """The first `count` tokens of each row; no row may have fewer. Pages are neither copied nor cut: `count` must be in
@@ -54,14 +54,14 @@ class StoredTokens(NamedTuple):
         table = self.table[:, : -(-max(paged, default=0) // spec.page_size)]
         sinks = [(k[:, :count], v[:, :count]) for k, v in self.sinks]
         tails = [(k[:, :end], v[:, :end]) for (k, v), end in zip(self.tails, ends, strict=True)]
-        return StoredTokens(self.blocks, table, paged, sinks, tails, self.shared)
+        return StoredTokens(self.slabs, table, paged, sinks, tails, self.shared)
 
     def to(self, device: torch.device) -> StoredTokens:
         """The same tokens on this device. If all are there already, nothing is copied."""
         if all(tensor.device == device for tensor in self.tensors()):
             return self
         sinks, tails = ([(k.to(device), v.to(device)) for k, v in pairs] for pairs in (self.sinks, self.tails))
-        return self._replace(blocks=[block.to(device) for block in self.blocks], sinks=sinks, tails=tails)
+        return self._replace(slabs=[slab.to(device) for slab in self.slabs], sinks=sinks, tails=tails)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def take_tokens(
 
     Args:
         rows: which rows; `None`: all.
-        first_page: pages before it are left out of `blocks`, and `table` begins with it.
+        first_page: pages before it are left out of `slabs`, and `table` begins with it.
         shared: do not copy pages. Use them, or acquire references to them, before the store changes: it may free them and
             write to them again.
     """
@@ -85,9 +85,9 @@ def take_tokens(
     used = [table[row, first_page : first_page + count] for row, count in zip(rows, counts, strict=True)]
     if not shared:
         ids, places = torch.unique(torch.cat(used), return_inverse=True)
-        blocks = [read_pages(state.pool, ids.to(store.device))]
+        slabs = [read_pages(state.pool, ids.to(store.device))]
     else:
-        places, blocks = torch.cat(used), list(state.pool)
+        places, slabs = torch.cat(used), list(state.pool)
     out = torch.zeros(len(paged), max(counts), dtype=torch.int64)
     for row, part in enumerate(places.split(counts)):
         out[row, : len(part)] = part
@@ -98,8 +98,8 @@ def take_tokens(
         sink = slice(min(lengths[row], spec.sink))
         sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
         tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
-    page_counts = list(store.tables.blocks) if shared and isinstance(store, PagedStore) else None
-    return StoredTokens(blocks, out, paged, sinks, tails, page_counts)
+    page_counts = list(store.tables.slabs) if shared and isinstance(store, PagedStore) else None
+    return StoredTokens(slabs, out, paged, sinks, tails, page_counts)
 
 
 class _Places(NamedTuple):
@@ -108,7 +108,7 @@ class _Places(NamedTuple):
     lasting: torch.Tensor
     """bool `[B, P]` on the CPU: full pages, which a growing store reads in place"""
     copied: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """int64 `[n]` on the device: row, entry of its page table, and index in `StoredTokens.blocks` of the pages that a
+    """int64 `[n]` on the device: row, entry of its page table, and index in `StoredTokens.slabs` of the pages that a
     preallocated store copies: all"""
     opened: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """the same for the pages that a growing store copies: those that are not full"""
@@ -153,14 +153,14 @@ def put_tokens(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places
     # a row may have more pages than its length needs: after `crop`, tokens stay in pages that would be in the tail
     pages, width = places.copied, max(store.width_for(max(tokens.lengths)), tokens.table.shape[1])
     if store.capacity is None and bool(places.lasting.any()):
-        store.adopt(tokens.blocks, tokens.shared, tokens.table.numpy(), places.lasting.numpy(), width)
+        store.adopt(tokens.slabs, tokens.shared, tokens.table.numpy(), places.lasting.numpy(), width)
         pages = places.opened
     else:
         store.reserve(max(tokens.lengths))
         store.widen(tokens.table.shape[1])
     rows, entries, sources = pages
     if len(rows):
-        store.write_pages(store.state.page_table[rows, entries], read_pages(tokens.blocks, sources))
+        store.write_pages(store.state.page_table[rows, entries], read_pages(tokens.slabs, sources))
     state = store.state
     for row, (sink, tail) in enumerate(zip(tokens.sinks, tokens.tails, strict=True)):
         for window, new in zip((state.sink_k, state.sink_v), sink, strict=True):
@@ -177,12 +177,12 @@ def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: t
     if old == new:
         return tokens
     formats = list(zip(old.formats, new.formats, widths, strict=True))
-    blocks = []
-    for block in tokens.blocks:
-        slabs = []
-        for slab in block.split(PAGES_AT_ONCE):
-            parts = slab.split(old.part_bytes(*widths, dtype), dim=-1)
-            slabs.append(
+    slabs = []
+    for slab in tokens.slabs:
+        converted = []
+        for pages_of_slab in slab.split(PAGES_AT_ONCE):
+            parts = pages_of_slab.split(old.part_bytes(*widths, dtype), dim=-1)
+            converted.append(
                 torch.cat(
                     [
                         before.in_layout_of(after, part, width, old.page_size, dtype) if before != after else part
@@ -191,7 +191,7 @@ def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: t
                     dim=-1,
                 )
             )
-        blocks.append(
-            torch.cat(slabs) if slabs else block.new_zeros(0, block.shape[1], sum(new.part_bytes(*widths, dtype)))
+        slabs.append(
+            torch.cat(converted) if converted else slab.new_zeros(0, slab.shape[1], sum(new.part_bytes(*widths, dtype)))
         )
-    return tokens._replace(blocks=blocks)
+    return tokens._replace(slabs=slabs)

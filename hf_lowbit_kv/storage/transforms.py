@@ -7,7 +7,7 @@ map:
     values    v' = v M      the output is mapped back, o = o' M^-1
 
 A transform of keys may first take off a center: k' = (k - c) M. All scores of a query then lack the same number, q . c,
-which does not change a softmax. `Transform.lacking` adds it where it does: with a softcap, and beside the logit of a sink.
+which does not change a softmax. `Transform.score_bias` adds it where it does: with a softcap, and beside the logit of a sink.
 
 A rotation spreads a few large channels over all channels, so that few bits store them better. Factors make channels
 alike. `+` joins transforms: "smooth+hadamard" divides by factors first, then rotates.
@@ -119,7 +119,7 @@ class Transform(Parametrized, ABC):
         """Queries `[B, Hq, n, head_dim]` -> queries for stored keys, in the dtype of `q`."""
         return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
 
-    def lacking(self, q: torch.Tensor, tensors: Tensors, num_kv_heads: int) -> torch.Tensor | None:
+    def score_bias(self, q: torch.Tensor, tensors: Tensors, num_kv_heads: int) -> torch.Tensor | None:
         """Constant missing in the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys, float32 `[B, Hq,
         n]`; `None`: nothing."""
         if not self.centered:

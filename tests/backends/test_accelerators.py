@@ -54,13 +54,13 @@ def _triton_runs_on(monkeypatch, kind: str | None) -> None:
 
 def test_rocm_gets_triton_and_says_why(rocm):
     pytest.importorskip("triton")
-    assert choice.choose_backend(None, choice.Served(rocm, torch.float16, SPEC)) == "triton"
+    assert choice.choose_backend(None, choice.LayerSetup(rocm, torch.float16, SPEC)) == "triton"
     assert (
-        choice.describe_backend(None, "triton", choice.Served(rocm, torch.float16, SPEC))
+        choice.describe_backend(None, "triton", choice.LayerSetup(rocm, torch.float16, SPEC))
         == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
     )
     assert (
-        choice.describe_backend("triton", "triton", choice.Served(rocm, torch.float16, SPEC))
+        choice.describe_backend("triton", "triton", choice.LayerSetup(rocm, torch.float16, SPEC))
         == "triton (not tested on AMD GPUs)"
     )
 
@@ -69,9 +69,9 @@ def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
     """Not for missing bindings, which are unused there."""
     choice.check_backend("cuda")
     with pytest.raises(ValueError, match=re.escape(f"backend='cuda' {ON_ROCM}; use backend='triton'")):
-        choice.choose_backend("cuda", choice.Served(rocm, torch.float16, SPEC))
+        choice.choose_backend("cuda", choice.LayerSetup(rocm, torch.float16, SPEC))
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        choice.choose_backend("cuda", choice.Served(torch.device("cpu"), torch.float16, SPEC))
+        choice.choose_backend("cuda", choice.LayerSetup(torch.device("cpu"), torch.float16, SPEC))
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
@@ -79,30 +79,30 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, None)
     device = torch.device(kind)
-    assert choice.choose_backend(None, choice.Served(device, torch.float16, SPEC)) == "torch"
-    shown = choice.describe_backend(None, "torch", choice.Served(device, torch.float16, SPEC))
+    assert choice.choose_backend(None, choice.LayerSetup(device, torch.float16, SPEC)) == "torch"
+    shown = choice.describe_backend(None, "torch", choice.LayerSetup(device, torch.float16, SPEC))
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
-    assert choice.describe_backend("torch", "torch", choice.Served(device, torch.float16, SPEC)) == "torch"
+    assert choice.describe_backend("torch", "torch", choice.LayerSetup(device, torch.float16, SPEC)) == "torch"
     for name in ("triton", "cuda", "cpu"):
         monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
         with pytest.raises(ValueError, match=f"backend='{name}' needs .*{kind!r}"):
-            choice.choose_backend(name, choice.Served(device, torch.float16, SPEC))
+            choice.choose_backend(name, choice.LayerSetup(device, torch.float16, SPEC))
 
 
 def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, "xpu")
     xpu, mps = torch.device("xpu"), torch.device("mps")
-    assert choice.choose_backend(None, choice.Served(xpu, torch.float16, SPEC)) == "torch"
-    shown = choice.describe_backend(None, "torch", choice.Served(xpu, torch.float16, SPEC))
+    assert choice.choose_backend(None, choice.LayerSetup(xpu, torch.float16, SPEC)) == "torch"
+    shown = choice.describe_backend(None, "torch", choice.LayerSetup(xpu, torch.float16, SPEC))
     assert shown == "torch (slow reference: no kernels are tested on 'xpu'; backend='triton' may run there)"
-    assert choice.choose_backend("triton", choice.Served(xpu, torch.float16, SPEC)) == "triton"
+    assert choice.choose_backend("triton", choice.LayerSetup(xpu, torch.float16, SPEC)) == "triton"
     assert (
-        choice.describe_backend("triton", "triton", choice.Served(xpu, torch.float16, SPEC))
+        choice.describe_backend("triton", "triton", choice.LayerSetup(xpu, torch.float16, SPEC))
         == "triton (not tested on 'xpu')"
     )
     with pytest.raises(ValueError, match=r"backend='triton' needs a GPU that Triton supports, .*'mps'"):
-        choice.choose_backend("triton", choice.Served(mps, torch.float16, SPEC))
+        choice.choose_backend("triton", choice.LayerSetup(mps, torch.float16, SPEC))
 
 
 # ---- a cache says it ------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ CASES = [
 
 
 def attention(case: Case, step, store, module):
-    return module.OPERATIONS.attend(step.chunk(case), store)
+    return module.OPERATIONS.attend(step.inputs(case), store)
 
 
 def check(case: Case) -> None:
@@ -126,4 +126,4 @@ def test_elsewhere_it_is_refused():
     from hf_lowbit_kv.backends import choice
 
     with pytest.raises(ValueError, match=r"backend='cpu' needs the model on the CPU, and it is on 'meta'"):
-        choice.choose_backend("cpu", choice.Served(torch.device("meta")))
+        choice.choose_backend("cpu", choice.LayerSetup(torch.device("meta")))

@@ -15,7 +15,7 @@ from marked import slow_case
 from sequence_operations import LATENTS
 
 from hf_lowbit_kv.backends import cpu
-from hf_lowbit_kv.backends.choice import BACKENDS, Served, storage_spec
+from hf_lowbit_kv.backends.choice import BACKENDS, LayerSetup, storage_spec
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.triton_kernels import determinism
@@ -115,7 +115,7 @@ def test_latents_on_a_cpu(spec, backend):
 def test_latents_on_a_gpu(content, backend, monkeypatch):
     monkeypatch.setenv(determinism.VARIABLE, "1")
     spec = storage_spec(LayerSpec.parse(f"{content}|dense|0|0|64|none|none|latent"), backend)
-    if BACKENDS[backend].why_not(Served(torch.device("cuda"), torch.bfloat16, spec, (128, 32))) is None:
+    if BACKENDS[backend].why_not(LayerSetup(torch.device("cuda"), torch.bfloat16, spec, (128, 32))) is None:
         for value in POISONS:
             check_latents(
                 SimpleNamespace(OPERATIONS=BACKENDS[backend].operations("latent")), spec, "cuda", kernels.SEED, value

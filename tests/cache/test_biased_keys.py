@@ -26,7 +26,7 @@ BOUNDS = {
     **{"int4-channel": 1.08, "int2-channel": 5.9, "boosted2-r0.125": 5.4, "boosted2-r0.25": 4.8},
     **{"static-65444333": 1.6, "static-64332222": 3.1, "static-54222100": 6.8},
 }
-LISTED = [name for name in lb.preset_names() if lb.get_preset(name).reading != "latent"]
+LISTED = [name for name in lb.preset_names() if lb.get_preset(name).attention_kind != "latent"]
 CALIBRATED = [name for name in LISTED if lb.get_preset(name).spec().parameters(64, 64, 1)]
 BOUNDED = [name for name in LISTED if name not in CALIBRATED]
 HEAD_DIM, HEADS, VOCAB = 128, 2, 160

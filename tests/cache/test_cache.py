@@ -378,7 +378,7 @@ def test_presets():
     for name in lb.preset_names():
         preset = lb.get_preset(name)
         assert preset.name == name
-        assert preset.residual == (0 if preset.reading == "latent" else 128)
+        assert preset.residual == (0 if preset.attention_kind == "latent" else 128)
         assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "eigen")) else 0)
         rotated = "hadamard" if "-hadamard" in name else "none"
         assert preset.transform == ("eigen" if name.startswith("eigen") else rotated)

@@ -149,7 +149,12 @@ def test_names_that_editors_offer():
 
 def test_typed_options_are_those_of_the_signature():
     """`from_preset` takes what `LowBitCache` takes, and the parameters of formats. What a preset decides is not offered."""
-    parameters = set(inspect.signature(lb.LowBitCache).parameters) - {"model_or_config", "preset", "reading", "unknown"}
+    parameters = set(inspect.signature(lb.LowBitCache).parameters) - {
+        "model_or_config",
+        "preset",
+        "attention_kind",
+        "unknown",
+    }
     of_formats = {*KEY_PARAMETERS, *VALUE_PARAMETERS, "nbits"}
     assert cache_options.PresetCacheOptions.__optional_keys__ == parameters | of_formats
 

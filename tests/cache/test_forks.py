@@ -334,7 +334,7 @@ def test_a_fork_may_be_longer_or_shorter(model):
 
 #: presets whose formats and windows differ most; the others run in `make test-all`
 FAST = ("dense", "kivi-4-sink", "kitty", "eigen-2", "vecinfer-4", "kv8")
-LATENT = tuple(name for name in every_preset() if lb.get_preset(name).reading == "latent")
+LATENT = tuple(name for name in every_preset() if lb.get_preset(name).attention_kind == "latent")
 SEPARATE = tuple(name for name in every_preset() if name not in LATENT)
 
 

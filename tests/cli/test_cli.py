@@ -88,7 +88,7 @@ def test_the_table_of_sizes_agrees_with_the_formats(tokens):
     for name in presets.LISTED:
         preset = presets.get_preset(name)
         spec = preset.spec()
-        widths = spec.reading.shown_widths(presets.HEAD_DIM)
+        widths = spec.attention_kind.shown_widths(presets.HEAD_DIM)
         assert presets.bits_per_value(preset, tokens) == pytest.approx(
             spec.bits_per_value(tokens, presets.HEAD_DIM), abs=1e-9
         ), f"{name}: put its formats into presets.BITS_OF_A_PAGE"

@@ -39,7 +39,7 @@ def test_every_listed_preset_has_a_row(found):
     rows = {preset: row for row in found["backends"] for preset in row["presets"]}
     assert set(rows) == set(lb.preset_names())
     assert all(row["backend"] == "cpu" for row in rows.values())
-    assert all(set(row) == {"keys", "values", "reading", "presets", "backend", "why"} for row in rows.values())
+    assert all(set(row) == {"keys", "values", "attention_kind", "presets", "backend", "why"} for row in rows.values())
     assert (rows["kivi-4"]["keys"], rows["kivi-4"]["values"]) == ("int4-channel", "int4-token")
 
 

@@ -31,7 +31,7 @@ from marked import slow_case
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import geometry
 
@@ -178,7 +178,7 @@ def test_repeated_launches_agree(launch):
     gen = generator(case, kernels.SEED)
     _, dev = filled(case, gen, "cuda")
     step = random_step(case, gen).to("cuda")
-    outs = [launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(50)]
+    outs = [launch.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(50)]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0], rtol=2e-3, atol=2e-3)
 
@@ -193,7 +193,9 @@ def test_fixed_order(source, launch, monkeypatch):
     _, dev = filled(case, gen, "cuda")
     step = random_step(case, gen).to("cuda")
     with determinism.deterministic() if source == "torch" else contextlib.nullcontext():
-        outs = [launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(20)]
+        outs = [
+            launch.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling), dev) for _ in range(20)
+        ]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 

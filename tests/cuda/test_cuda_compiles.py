@@ -20,7 +20,7 @@ from marked import slow_case
 from hf_lowbit_kv.backends.choice import BACKENDS, storage_spec
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry, nvrtc
 
 #: of the assembler's report: a kernel's name; a function's name, and bytes of its local memory
@@ -50,7 +50,7 @@ def kinds() -> dict[tuple, str]:
     for name in every_preset():
         spec = get_preset(name).spec()
         if (
-            BACKENDS["cuda"].operations(spec.reading.name) is cuda_entry_points.OPERATIONS
+            BACKENDS["cuda"].operations(spec.attention_kind.name) is cuda_entry_points.OPERATIONS
             and geometry.why_not(spec, None, None, None) is None
         ):
             found.setdefault((*spec.formats, spec.key_transform, spec.value_transform, spec.direct), name)
@@ -88,8 +88,8 @@ def wanted_by(
     sizes = (4 * heads, dims[0]), (heads, dims[0]), (heads, dims[1])
     q, k, v = (torch.zeros(1, count, tokens, width, dtype=dtype) for count, width in sizes)
     with emulated(monkeypatch, gpu.shared, gpu.processors, functools.partial(Recorded, wanted)) as cuda:
-        cuda.OPERATIONS.step(Chunk(q, k, v, scaling=1.0), store)
-        cuda.OPERATIONS.append(Chunk(None, k, v), store)
+        cuda.OPERATIONS.step(StepInputs(q, k, v, scaling=1.0), store)
+        cuda.OPERATIONS.append(StepInputs(None, k, v), store)
     return list(wanted)
 
 

@@ -18,7 +18,7 @@ from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_h
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
@@ -140,10 +140,10 @@ def test_fixed_order(variable, mode, fixed, launch, monkeypatch):
     ref, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
     with determinism.deterministic() if mode else contextlib.nullcontext():
-        out = launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), dev)
+        out = launch.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling), dev)
     assert [int(defines["ORDERED"]) for defines in loaded if "ORDERED" in defines] == [fixed]
     wide = step.float()
-    exact = reference.OPERATIONS.attend(Chunk(wide.q, wide.k, wide.v, scaling=step.scaling), ref)
+    exact = reference.OPERATIONS.attend(StepInputs(wide.q, wide.k, wide.v, scaling=step.scaling), ref)
     assert relative_error(out, exact) <= 2 * relative_error(plain(step, ref.state, case), exact) + 1e-6
 
 
@@ -214,7 +214,7 @@ def test_counters_stay_where_they_are(launch):
     _, store = kernels.filled(case, gen, "cpu")
     for tokens in (4, 1, 60):
         step = kernels.random_step(dataclasses.replace(case, tokens=tokens), gen)
-        launch.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), store)
+        launch.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling), store)
         row_blocks = -(-case.groups * tokens // 8)
         count = row_blocks * case.heads * len(case.lengths) + 1
         assert decode_kernel.counters_for(store.state, count) is store.state.scratch

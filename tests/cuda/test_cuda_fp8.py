@@ -165,9 +165,9 @@ def test_special_rows(case, monkeypatch):
 
 def test_which_are_served():
     """A scale per token; others stay with Triton, or the reference. The preset keeps a window, as others do."""
-    served = [("fp8", "fp8"), ("fp8-centered", "fp8")]
+    setup = [("fp8", "fp8"), ("fp8-centered", "fp8")]
     others = [("fp8-static", "fp8-static"), ("fp8-block", "fp8-block"), ("fp8", "fp8-centered")]
-    for names, reason in [(names, None) for names in served] + [(names, "no kernels for") for names in others]:
+    for names, reason in [(names, None) for names in setup] + [(names, "no kernels for") for names in others]:
         why_not = geometry.why_not(LayerSpec(*map(parse_format, names)), (128, 128), None, torch.device("cpu"))
         assert (why_not is None) == (reason is None)
         assert reason is None or reason in why_not

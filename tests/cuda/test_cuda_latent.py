@@ -19,12 +19,12 @@ from latent_cases import (
 )
 from marked import slow_case
 
-from hf_lowbit_kv.backends.choice import BACKENDS, Served
+from hf_lowbit_kv.backends.choice import BACKENDS, LayerSetup
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda import latent
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
@@ -54,8 +54,8 @@ class Kernels:
         return dataclasses.replace(case, content="dense" if self.dense else "fp8")
 
     def attend(self, filled: Filled, store=None) -> torch.Tensor:
-        chunk = Chunk(filled.q, filled.k, filled.v, scaling=filled.case.scaling)
-        return self.OPERATIONS.attend(chunk, store or filled.store)
+        inputs = StepInputs(filled.q, filled.k, filled.v, scaling=filled.case.scaling)
+        return self.OPERATIONS.attend(inputs, store or filled.store)
 
 
 @pytest.fixture(autouse=True, params=[slow_case(kind) if kind in SECOND else kind for kind in (*FP8, *DENSE)])
@@ -150,7 +150,7 @@ def test_one_long_row_beside_zeros(kernels):
     """Tokens of zeros have a tiny scale: they take weight and give nothing."""
     filled = Filled(case := LatentCase(lengths=(64,), heads=8), DEVICE, SEED)
     zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
-    reference.OPERATIONS.append(Chunk(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
+    reference.OPERATIONS.append(StepInputs(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
     torch.testing.assert_close(kernels.attend(filled).float(), exact(filled), rtol=0.01, atol=0.01)
 
 
@@ -206,8 +206,8 @@ def test_tokens_of_nan_and_inf(kernels):
     for each in (filled, twin):
         for token, bad in enumerate((float("nan"), -float("nan"), float("inf"), -float("inf"))):
             each.k[:, :, token, 7 * token] = bad
-    kernels.OPERATIONS.append(Chunk(None, filled.k, filled.v), filled.store)
-    reference.OPERATIONS.append(Chunk(None, twin.k, twin.v), twin.store)
+    kernels.OPERATIONS.append(StepInputs(None, filled.k, filled.v), filled.store)
+    reference.OPERATIONS.append(StepInputs(None, twin.k, twin.v), twin.store)
     compare(filled.store, twin.store)
 
 
@@ -254,17 +254,17 @@ def test_a_missing_barrier_is_seen(barrier, kernels, monkeypatch):
         check_attend(kernels, kernels.case(LatentCase(lengths=(300,))), DEVICE, SEED)
 
 
-def served(spec: LayerSpec, widths: tuple[int, int]) -> str | None:
+def setup(spec: LayerSpec, widths: tuple[int, int]) -> str | None:
     return latent.why_not(spec, widths, torch.bfloat16, torch.device("cuda", 0))
 
 
 @dense_only
 def test_what_the_kernel_serves(kernels, monkeypatch):
     spec = get_preset("mla").spec()
-    assert served(spec, (512, 64)) is None
-    assert served(spec, (192, 128)) is None
-    assert "latent rank" in str(served(spec, (500, 64)))
-    assert "pages of 64" in str(served(dataclasses.replace(spec, page_size=32), (512, 64)))
+    assert setup(spec, (512, 64)) is None
+    assert setup(spec, (192, 128)) is None
+    assert "latent rank" in str(setup(spec, (500, 64)))
+    assert "pages of 64" in str(setup(dataclasses.replace(spec, page_size=32), (512, 64)))
     monkeypatch.setattr(latent, "DENSE_SHAPES", ((2, 3), (1, 2)))
     assert latent.dense_shape(512, 64, 228 * 1024) == (2, 3)
     assert latent.dense_shape(512, 64, 100 * 1024) == (1, 2)
@@ -278,5 +278,5 @@ def test_what_the_kernel_serves(kernels, monkeypatch):
 @pytest.mark.gpu
 @dense_only
 def test_the_default_of_a_gpu(kernels):
-    served = Served(torch.device("cuda", 0), torch.bfloat16, get_preset("mla").spec(), (512, 64))
-    assert BACKENDS["cuda"].why_not(served) is None
+    setup = LayerSetup(torch.device("cuda", 0), torch.bfloat16, get_preset("mla").spec(), (512, 64))
+    assert BACKENDS["cuda"].why_not(setup) is None

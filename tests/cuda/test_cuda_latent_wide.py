@@ -10,7 +10,7 @@ from latent_cases import Filled, LatentCase, check_attend, check_sizes_of_querie
 from marked import slow_case
 
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda import latent
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
@@ -111,7 +111,7 @@ def test_shared_memory_has_room_for_every_width(kernels):
 def test_latents_of_zeros_are_exact(kernels):
     filled = Filled(LatentCase(lengths=(150,), heads=32, zeros=True), DEVICE, SEED)
     case = filled.case
-    found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
+    found = kernels.OPERATIONS.attend(StepInputs(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     assert torch.equal(found, torch.zeros_like(found))
 
 
@@ -120,8 +120,8 @@ def test_one_long_row_beside_zeros(kernels):
     case = LatentCase(lengths=(64,), heads=20)
     filled = Filled(case, DEVICE, SEED)
     zeros = torch.zeros(1, 1, 64, case.rank, dtype=case.dtype, device=DEVICE)
-    reference.OPERATIONS.append(Chunk(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
-    found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
+    reference.OPERATIONS.append(StepInputs(None, zeros, filled.random(1, 1, 64, case.rope)), filled.store)
+    found = kernels.OPERATIONS.attend(StepInputs(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     truth = exact(filled)
     assert (found.float() - truth).norm() < 0.06 * truth.norm()
 
@@ -135,9 +135,9 @@ def test_weights_far_below_those_of_an_early_token_are_kept(kernels):
     content, rope = filled.random(1, 1, many, case.rank).abs(), torch.zeros(1, 1, many, case.rope, device=DEVICE)
     content[:, :, 1:, 0] = content[:, :, 0, 1:] = 0
     rope[:, :, 0] = 20 * math.log(2) / case.scaling / case.rope
-    reference.OPERATIONS.append(Chunk(None, content, rope.to(case.dtype)), filled.store)
+    reference.OPERATIONS.append(StepInputs(None, content, rope.to(case.dtype)), filled.store)
     filled.k, filled.v = filled.k * 0, torch.full_like(filled.v, -1e3)  # the chunk's own token has no weight
-    found = kernels.OPERATIONS.attend(Chunk(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
+    found = kernels.OPERATIONS.attend(StepInputs(filled.q, filled.k, filled.v, scaling=case.scaling), filled.store)
     truth = exact(filled)
     assert 0 < truth[..., 1:].max() < 0.01 * truth[..., 0].min()
     torch.testing.assert_close(found.float()[..., 1:], truth[..., 1:], rtol=127 / many + 0.03, atol=0)

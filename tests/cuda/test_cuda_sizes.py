@@ -102,9 +102,9 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
     for shared, chosen in ((64, "triton"), (228, "cuda")):
         properties = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
-        served = backends.Served(device, torch.float16, spec, (256, 256))
-        assert backends.choose_backend(None, served) == chosen
-        why_slower = backends.why_not_faster(None, chosen, served)
+        setup = backends.LayerSetup(device, torch.float16, spec, (256, 256))
+        assert backends.choose_backend(None, setup) == chosen
+        why_slower = backends.why_not_faster(None, chosen, setup)
         assert (chosen == "cuda") == (why_slower is None)
         assert why_slower is None or "KiB of shared memory for keys 'vq-d4b8" in why_slower
 

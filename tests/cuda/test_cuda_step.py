@@ -89,7 +89,7 @@ class Replayed:
         self.here = here = step.to("cpu").to("cuda")
 
         def run():
-            return launch.OPERATIONS.step(here.chunk(case), store)
+            return launch.OPERATIONS.step(here.inputs(case), store)
 
         tensors = store.state.tensors()
         before = [x.clone() for x in tensors]

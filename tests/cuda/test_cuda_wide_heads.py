@@ -22,7 +22,7 @@ from kernel_matrix import EIGEN_2, TRELLIS
 
 from hf_lowbit_kv.backends import choice as backends
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
 
 pytestmark = [
@@ -112,12 +112,12 @@ def test_layers_that_share_attend_before_the_last_one_stores(launch):
     gen = generator(case, kernels.SEED)
     ref, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
-    exact = reference.OPERATIONS.attend(step.float().chunk(case), ref)
-    outs = [kernels.attend_poisoned(step.chunk(case), dev) for _ in range(2)]
+    exact = reference.OPERATIONS.attend(step.float().inputs(case), ref)
+    outs = [kernels.attend_poisoned(step.inputs(case), dev) for _ in range(2)]
     assert not dev.state.scratch.any()
-    outs.append(launch.OPERATIONS.step(step.chunk(case), dev))
+    outs.append(launch.OPERATIONS.step(step.inputs(case), dev))
     assert all(relative_error(out, exact) < 1e-3 for out in outs)
-    reference.OPERATIONS.append(Chunk(None, step.k, step.v), ref)
+    reference.OPERATIONS.append(StepInputs(None, step.k, step.v), ref)
     assert_same_state(ref.state, dev.state)
 
 
@@ -181,15 +181,15 @@ def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
     ):
         spec = Case(keys=keys, values=values).spec
         for widths in ((512, 512), (256, 256)):
-            served = backends.Served(device, torch.float16, spec, widths)
+            setup = backends.LayerSetup(device, torch.float16, spec, widths)
             refused = widths[0] == 512 and reason is not None
-            chosen = backends.choose_backend(None, served)
+            chosen = backends.choose_backend(None, setup)
             assert chosen == ("triton" if refused else "cuda"), (keys, widths)
             if refused:
-                assert f"cuda has no kernels for {reason}" in backends.describe_backend(None, chosen, served)
-    served = backends.Served(device, torch.float16, Case().spec, (512, 128))
-    assert "heads of 512 and 128 channels" in backends.describe_backend(None, "triton", served)
+                assert f"cuda has no kernels for {reason}" in backends.describe_backend(None, chosen, setup)
+    setup = backends.LayerSetup(device, torch.float16, Case().spec, (512, 128))
+    assert "heads of 512 and 128 channels" in backends.describe_backend(None, "triton", setup)
     with pytest.raises(ValueError, match=r"head_dim=512; allowed: up to 256; use backend='triton'"):
         backends.choose_backend(
-            "cuda", backends.Served(device, torch.float16, Case(keys="boosted2-r0.125").spec, (512,) * 2)
+            "cuda", backends.LayerSetup(device, torch.float16, Case(keys="boosted2-r0.125").spec, (512,) * 2)
         )

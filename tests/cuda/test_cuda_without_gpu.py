@@ -38,7 +38,7 @@ def test_missing_bindings(monkeypatch):
 def test_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        choice.choose_backend("cuda", choice.Served(torch.device("cpu")))
+        choice.choose_backend("cuda", choice.LayerSetup(torch.device("cpu")))
 
 
 def test_old_gpu(monkeypatch):
@@ -47,7 +47,7 @@ def test_old_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match=r"compute capability \(8, 0\).*Tesla T4 has \(7, 5\).*backend='triton'"):
-        choice.choose_backend("cuda", choice.Served(torch.device("cuda")))
+        choice.choose_backend("cuda", choice.LayerSetup(torch.device("cuda")))
 
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
@@ -57,13 +57,13 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     device = torch.device("cuda")
     with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
-        choice.choose_backend("cuda", choice.Served(device, torch.float32))
+        choice.choose_backend("cuda", choice.LayerSetup(device, torch.float32))
     boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
     with pytest.raises(
         ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
     ):
-        choice.choose_backend("cuda", choice.Served(device, torch.float16, LayerSpec(plain, boosted)))
-    assert choice.choose_backend("cuda", choice.Served(device, torch.float16, LayerSpec(boosted, plain))) == "cuda"
+        choice.choose_backend("cuda", choice.LayerSetup(device, torch.float16, LayerSpec(plain, boosted)))
+    assert choice.choose_backend("cuda", choice.LayerSetup(device, torch.float16, LayerSpec(boosted, plain))) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, monkeyp
     monkeypatch.setattr(torch.version, "hip", None)
     spec = LayerSpec.parse(f"{key}|none|none|latent")
     for stored in (spec, backends.storage_spec(spec, "cuda")):
-        served = backends.Served(torch.device("cuda"), torch.bfloat16, stored, widths)
-        found = backends.BACKENDS["cuda"].why_not(served)
+        setup = backends.LayerSetup(torch.device("cuda"), torch.bfloat16, stored, widths)
+        found = backends.BACKENDS["cuda"].why_not(setup)
         assert found is None if reason is None else re.search(reason.replace("'dense'", "'dense(@core-1)?'"), found)
 
 
@@ -102,8 +102,8 @@ def test_default_on_a_gpu(monkeypatch):
     device, spec = torch.device("cuda"), Case().spec
 
     def check(dtype, chosen, reason, spec=spec):
-        assert choice.choose_backend(None, choice.Served(device, dtype, spec)) == chosen
-        why_slower = backends.why_not_faster(None, chosen, backends.Served(device, dtype, spec))
+        assert choice.choose_backend(None, choice.LayerSetup(device, dtype, spec)) == chosen
+        why_slower = backends.why_not_faster(None, chosen, backends.LayerSetup(device, dtype, spec))
         assert why_slower is None if reason is None else reason in why_slower
 
     check(torch.bfloat16, "cuda", None)
@@ -118,10 +118,10 @@ def test_default_on_a_gpu(monkeypatch):
     check(torch.float16, "triton", "needs NVRTC")
     found.update(compiler=None, capability=(7, 5))
     check(torch.float16, "triton", "Tesla T4")
-    assert backends.why_not_faster("triton", "triton", backends.Served(device, torch.float16, spec)) is None
+    assert backends.why_not_faster("triton", "triton", backends.LayerSetup(device, torch.float16, spec)) is None
     found.update(capability=(9, 0))
     monkeypatch.setenv(backends.VARIABLE, "triton")
-    assert backends.why_not_faster(None, "triton", backends.Served(device, torch.float32, spec)) is None
+    assert backends.why_not_faster(None, "triton", backends.LayerSetup(device, torch.float32, spec)) is None
     monkeypatch.delenv(backends.VARIABLE)
     monkeypatch.setitem(backends.ON_GPU, "separate", ("triton",))
     check(torch.float16, "triton", None)

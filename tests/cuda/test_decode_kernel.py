@@ -15,7 +15,7 @@ from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, modules
 
@@ -39,8 +39,8 @@ def layers(**options):
 
 def step(cuda, case, gen, truth, layer) -> None:
     """A step of both: outputs, and what is stored."""
-    chunk = random_step(case, gen).chunk(case)
-    out, expected = cuda.step(chunk, layer), reference.OPERATIONS.step(chunk, truth)
+    inputs = random_step(case, gen).inputs(case)
+    out, expected = cuda.step(inputs, layer), reference.OPERATIONS.step(inputs, truth)
     assert relative_error(out, expected) < 2e-3
     for name in ("length", "paged", "tail_k", "tail_v"):
         a, b = (getattr(store.state, name).nan_to_num() for store in (layer, truth))
@@ -96,30 +96,30 @@ def test_a_step_of_another_kind_gets_another_kernel(cuda, monkeypatch):
     for _ in range(2):
         step(cuda, case, gen, truth, layer)
     assert len(layer.kernels) == 1
-    chunk = random_step(case, gen).chunk(case)
-    masked = chunk._replace(mask=torch.tensor([[True], [False]]))
+    inputs = random_step(case, gen).inputs(case)
+    masked = inputs._replace(mask=torch.tensor([[True], [False]]))
     assert relative_error(cuda.attend(masked, layer)[:1], reference.OPERATIONS.attend(masked, truth)[:1]) < 2e-3
-    capped = chunk._replace(softcap=2.0)
+    capped = inputs._replace(softcap=2.0)
     assert relative_error(cuda.attend(capped, layer), reference.OPERATIONS.attend(capped, truth)) < 2e-3
     half = capped._replace(softcap=0.5, scaling=0.5)  # the same kernel with other numbers
     count = len(layer.kernels)
     assert relative_error(cuda.attend(half, layer), reference.OPERATIONS.attend(half, truth)) < 2e-3
     assert len(layer.kernels) == count == 3
-    sinks = torch.randn(chunk.queries.shape[1], generator=gen)
+    sinks = torch.randn(inputs.queries.shape[1], generator=gen)
     for of_dtype in (sinks.half(), sinks):
-        sunk = chunk._replace(sinks=of_dtype)
+        sunk = inputs._replace(sinks=of_dtype)
         assert relative_error(cuda.attend(sunk, layer), reference.OPERATIONS.attend(sunk, truth)) < 2e-3
     for order in ("0", "1"):  # of sums
         monkeypatch.setenv(determinism.VARIABLE, order)
-        cuda.attend(chunk, layer)
+        cuda.attend(inputs, layer)
     assert len(layer.kernels) == count + 4
 
 
 def test_tensors_that_lie_otherwise(cuda):
     """Other strides, a pointer that no load of 16 bytes takes, and usual ones again: of all tensors, and of each one."""
     case, gen, truth, layer = layers(capacity=400)
-    chunk = random_step(case, gen).chunk(case)._replace(mask=torch.tensor([[False], [True]]))
-    expected = reference.OPERATIONS.attend(chunk, truth)[1]
+    inputs = random_step(case, gen).inputs(case)._replace(mask=torch.tensor([[False], [True]]))
+    expected = reference.OPERATIONS.attend(inputs, truth)[1]
 
     def shifted(x: torch.Tensor) -> torch.Tensor:
         wide = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
@@ -132,7 +132,7 @@ def test_tensors_that_lie_otherwise(cuda):
         return x.contiguous()
 
     def check(**changes) -> None:
-        other = chunk._replace(**{name: change(getattr(chunk, name)) for name, change in changes.items()})
+        other = inputs._replace(**{name: change(getattr(inputs, name)) for name, change in changes.items()})
         assert relative_error(cuda.attend(other, layer)[1], expected) < 2e-3, list(changes)
 
     names = ("q", "k", "v", "mask")
@@ -164,8 +164,8 @@ def test_long_chunks_cache_no_kernel(cuda, monkeypatch):
     for tokens in (9, 10):
         k, v = random_tokens(Case(**{**vars(case), "tokens": tokens}), tokens, gen)
         q = torch.randn(2, 2, tokens, 64, generator=gen).half()
-        chunk = Chunk(q, k, v, scaling=0.1)
-        assert relative_error(cuda.attend(chunk, layer), reference.OPERATIONS.attend(chunk, truth)) < 2e-3
+        inputs = StepInputs(q, k, v, scaling=0.1)
+        assert relative_error(cuda.attend(inputs, layer), reference.OPERATIONS.attend(inputs, truth)) < 2e-3
     assert not layer.kernels
 
 
@@ -193,9 +193,9 @@ def test_a_prompt_and_its_steps_take_the_kernels_that_were_expected(preset, mask
     monkeypatch.setattr(modules, "compile_ahead", lambda name, macros, device: expected.add((name, macros)))
     store = PagedStore(spec, 2, 2, 128, 128, torch.bfloat16, "cpu", 900, parameters=records_for(spec, (128, 128), 2))
 
-    def chunk(tokens: int, mask: torch.Tensor | None) -> Chunk:
+    def chunk(tokens: int, mask: torch.Tensor | None) -> StepInputs:
         q, k = (torch.zeros(2, heads, tokens, 128, dtype=torch.bfloat16) for heads in (8, 2))
-        return Chunk(q, k, k, mask, scaling=1.0)
+        return StepInputs(q, k, k, mask, scaling=1.0)
 
     with emulated(monkeypatch, processors=132, module=functools.partial(Loaded, loaded)) as cuda:
         cuda.OPERATIONS.expect_steps(chunk(300, None), store, masked)

@@ -14,7 +14,7 @@ from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_bytes.json").read_text())
 HEADS, TOKENS = 2, 420
@@ -49,7 +49,7 @@ def digest(preset: str, layout: str, head_dim: int, dtype: torch.dtype) -> str:
     k, v = (numbers(TOKENS, head_dim, seed, dtype) for seed in (1, 2))
     start = 0
     for stop in (37, 400, *range(401, TOKENS + 1)):
-        reference.OPERATIONS.append(Chunk(None, k[:, :, start:stop], v[:, :, start:stop]), store)
+        reference.OPERATIONS.append(StepInputs(None, k[:, :, start:stop], v[:, :, start:stop]), store)
         start = stop
     pages = store.state.pool[0][store.state.page_table[0].long()]
     return hashlib.sha256(pages.numpy().tobytes()).hexdigest()[:16]

@@ -15,7 +15,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import read_pages
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def test_a_new_format_generates(registered, options):
 
 def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
     pytest.importorskip("triton")
-    served = choice.Served(torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
+    setup = choice.LayerSetup(torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
     with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
-        choice.choose_backend("triton", served)
+        choice.choose_backend("triton", setup)
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def _layer(name: str, tp_size: int, heads: slice):
     q, k, v = (torch.randn(1, n, 120, 64, generator=gen) for n in (4, 2, 2))
     q, k, v = q.unflatten(1, (2, 2))[:, heads].flatten(1, 2), k[:, heads], v[:, heads]
     layer.update(k[:, :, :119], v[:, :, :119])
-    layer.step(Chunk(*(x[:, :, :119] for x in (q, k, v)), scaling=0.125))
-    out = layer.step(Chunk(*(x[:, :, 119:] for x in (q, k, v)), scaling=0.125))
+    layer.step(StepInputs(*(x[:, :, :119] for x in (q, k, v)), scaling=0.125))
+    out = layer.step(StepInputs(*(x[:, :, 119:] for x in (q, k, v)), scaling=0.125))
     state = layer.store.state
     return {"out": out, "pool": state.pool[0], "parameters": list(state.parameters)}
 

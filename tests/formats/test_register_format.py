@@ -204,21 +204,21 @@ def test_on_a_gpu(kernels, monkeypatch):
     monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(choice, "_WARNED", set())
     lb.register_format(Sign, triton=kernels)
-    served = choice.Served(torch.device("cuda"), torch.float16, LayerSpec(Sign(), lb.parse_format("int4-token")))
+    setup = choice.LayerSetup(torch.device("cuda"), torch.float16, LayerSpec(Sign(), lb.parse_format("int4-token")))
     if kernels is not None:
-        assert choice.choose_backend(None, served) == "triton"
+        assert choice.choose_backend(None, setup) == "triton"
         return
-    assert choice.choose_backend(None, served) == "torch"
-    reason = choice.why_slow_reference(None, "torch", served)
+    assert choice.choose_backend(None, setup) == "torch"
+    reason = choice.why_slow_reference(None, "torch", setup)
     assert reason == "format 'sign' was registered without kernels"
     with pytest.warns(UserWarning, match="slow PyTorch reference: format 'sign' was registered without kernels"):
         choice.warn_of_reference(reason)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        choice.warn_of_reference(choice.why_slow_reference(None, "torch", served))
-    assert "slow reference: format 'sign'" in choice.describe_backend(None, "torch", served)
+        choice.warn_of_reference(choice.why_slow_reference(None, "torch", setup))
+    assert "slow reference: format 'sign'" in choice.describe_backend(None, "torch", setup)
     with pytest.raises(ValueError, match="has no Triton kernels"):
-        choice.choose_backend("triton", served)
+        choice.choose_backend("triton", setup)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_on_a_gpu(kernels, monkeypatch):
         ("mine", {"key_format": "nothing"}, ValueError, "format='nothing' is not known"),
         ("mine", {"transform": "spin"}, ValueError, "spin"),
         ("mine", {"sink": -1}, ValueError, "sink=-1 is not allowed"),
-        ("mine", {"reading": "aloud"}, ValueError, "reading='aloud' is not known"),
+        ("mine", {"attention_kind": "aloud"}, ValueError, "attention_kind='aloud' is not known"),
     ],
 )
 def test_bad_presets_are_refused(name, options, error, message):

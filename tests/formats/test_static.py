@@ -208,7 +208,7 @@ def test_eigen_makes_channels_independent_and_keeps_scores():
     q = torch.randn(1, heads, 5, head_dim)
     expected = q.double() @ keys[:, :, :200].double().mT
     got = transform.map_queries(q, tensors).double() @ mapped[:, :, :200].double().mT
-    got += transform.lacking(q, tensors, heads).double()[..., None]
+    got += transform.score_bias(q, tensors, heads).double()[..., None]
     assert torch.allclose(got, expected, atol=1e-3 * float(expected.abs().max()))
     assert torch.allclose(transform.unmap(mapped[:, :, :200], tensors), keys[:, :, :200], atol=1e-3)
 

@@ -99,11 +99,11 @@ def test_gpu_recorded_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, pre
     """In float32 by Triton's kernels, in float16 by those in CUDA, which then must add in a fixed order."""
     monkeypatch.setenv(determinism.VARIABLE, "1")
     spec = get_preset(preset).spec()
-    if spec.reading.name == "latent":
+    if spec.attention_kind.name == "latent":
         model = mla_cases.tiny_models("deepseek_v3")[0].to("cuda", dtype)
     else:
         model = gpu_model if dtype == torch.float32 else tiny_models("llama")[0].to("cuda", dtype)
-    parameters = None if spec.reading.name == "latent" else random_parameters(model, spec)
+    parameters = None if spec.attention_kind.name == "latent" else random_parameters(model, spec)
     cache_options = {"parameters": parameters} if parameters else {}
     if (reason := unserved(model, preset, cache_options)) is not None:
         pytest.skip(reason)

@@ -139,7 +139,7 @@ class Soak:
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         for name in self.presets:
             spec = lb.get_preset(name).spec()
-            kind = spec.reading.name
+            kind = spec.attention_kind.name
             if kind not in self.models:
                 family, config = MODELS[kind]
                 self.models[kind] = random_model(AutoConfig.for_model(family, **config), dtype, self.device)
@@ -149,7 +149,7 @@ class Soak:
                 self.options[name] = {"parameters": dict.fromkeys(range(LAYERS), parameters)}
 
     def model(self, preset: str) -> Any:
-        return self.models[lb.get_preset(preset).spec().reading.name]
+        return self.models[lb.get_preset(preset).spec().attention_kind.name]
 
     def prompt(self, tokens: int) -> torch.Tensor:
         """Random token ids, int64 `[2, tokens]`."""

@@ -323,7 +323,7 @@ def test_texts_share_the_pages_that_they_have_in_common(model):
         _generate(model, torch.cat([system, _text(20, seed)], dim=1), store)
     assert len(store) == 5
     assert store.nbytes < 3 * one
-    blocks = [x for prompt in store._prompts for segment, _ in prompt.segments for x in segment.pages.values()]
+    blocks = [x for prompt in store._prompts for page_range, _ in prompt.page_ranges for x in page_range.pages.values()]
     assert store.nbytes == sum({x.data_ptr(): x.untyped_storage().nbytes() for x in blocks}.values()) + sum(
         prompt.window_bytes for prompt in store._prompts
     )
@@ -369,7 +369,7 @@ def test_a_text_without_a_full_page_is_saved_and_goes_on(model, tmp_path):
     """Also from the folder, and from there to another folder."""
     ids, store = _text(40, 1), lb.PrefixStore(folder=tmp_path)
     want = _generate(model, ids, store)[0]
-    assert [segment.count for prompt in store._prompts for segment, _ in prompt.segments] == [0]
+    assert [page_range.count for prompt in store._prompts for page_range, _ in prompt.page_ranges] == [0]
     store.save()
     other = lb.PrefixStore(folder=tmp_path)
     tokens, cached, _ = _generate(model, ids, other)

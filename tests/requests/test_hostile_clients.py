@@ -297,12 +297,12 @@ def reachable(port):
 def test_a_short_prompt_does_not_wait_for_long_ones(here, stream):
     """It is read within two chunks, and its answer begins while the long prompts are read."""
     long = [here.send(chat(" ".join(["5"] * 2000), max_tokens=1)) for _ in range(2)]
-    here.wait(lambda: len(here.scheduler.reading) == 2)
+    here.wait(lambda: len(here.scheduler.prefilling) == 2)
     before = here.steps()
     status, _ = here.ask(chat(max_tokens=1))
     rounds = here.steps() - before  # the stream takes a step in each round
     assert status == 200
-    assert here.scheduler.reading, "the long prompts were faster"
+    assert here.scheduler.prefilling, "the long prompts were faster"
     assert rounds < 20
     assert {each.getresponse().status for each in long} == {200}
     for each in long:

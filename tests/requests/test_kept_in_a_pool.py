@@ -1,4 +1,4 @@
-"""Kept texts in a pool of rows: rows read their pages where they lie, and write what they write without them."""
+"""Kept prompts in a pool of rows: rows read their pages where they lie, and write what they write without them."""
 
 import time
 
@@ -119,7 +119,7 @@ def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, toke
 
 
 def test_texts_of_a_store_come_and_go_while_rows_run(models):
-    """Two rows at a time, five kept texts of several blocks each: tables follow when a block is no longer read."""
+    """Two rows at a time, five kept prompts of several slabs each: tables follow when a slab is no longer read."""
     ours, theirs = models
     store = lb.PrefixStore("1GB")
     begins = [text(90 + 40 * number, number) for number in range(5)]
@@ -138,8 +138,8 @@ def test_texts_of_a_store_come_and_go_while_rows_run(models):
 
 
 def test_recorded_steps_stay_valid_when_texts_come_and_go(model, monkeypatch):
-    """Between two results, when recordings are checked, blocks are attached and others are gone. Answers are compared on a GPU,
-    whose kernels find pages by tables: the stand-in of graphs keeps the blocks of the step that it recorded."""
+    """Between two results, when recordings are checked, slabs are attached and others are gone. Answers are compared on a GPU,
+    whose kernels find pages by tables: the stand-in of graphs keeps the slabs of the step that it recorded."""
     store = lb.PrefixStore("1GB")
     begins = [text(150 + 30 * number, number) for number in range(4)]
     many(model, begins, prefixes=store)
@@ -272,9 +272,9 @@ def test_pages_of_texts_that_were_cut_in_different_ways_are_not_mixed(model):
             store.add(cache, [ids])
         (prompt,) = store._prompts
         if sizes == (64, 64):
-            assert [count for _, count in prompt.segments] == [8, 1]
+            assert [count for _, count in prompt.page_ranges] == [8, 1]
         else:
-            assert prompt.segments[-1][1] >= 7  # the first chunk may have the same bytes
+            assert prompt.page_ranges[-1][1] >= 7  # the first chunk may have the same bytes
         again = lb.from_preset("kivi-2", model, max_cache_len=400, **SMALL_PAGES)
         assert store.restore(again, [torch.cat([longer, text(3, 3)])]).tokens == len(longer)
         for one, other in zip(cache.packed_layers, again.packed_layers, strict=True):

@@ -34,7 +34,7 @@ def explore(kind: str, count: int) -> int:
         attached += machine.attached
 
     holds()
-    print(f"{ran} sequences of {kind}, {hits} rows with a prefix, {attached} with a kept text or a cache")
+    print(f"{ran} sequences of {kind}, {hits} rows with a prefix, {attached} with a kept prompt or a cache")
     assert ran >= count
     assert attached > 0
     return hits
@@ -71,7 +71,7 @@ def test_kept_texts_stay_attached_while_rows_read_them_or_as_many_as_are_allowed
     machine = Machine("dense")
     prefixes, pool = machine.prefixes, machine.pool
     for which in (0, 1):
-        machine.run_one(Operation("kept text", which, 4))
+        machine.run_one(Operation("kept prompt", which, 4))
     rows, (pages,) = list(pool.rows), pool.page_pools.values()
     texts, allowed = [machine.texts[row] for row in rows], len(pages.attached[0]) * machine.layers[0].page_bytes
     for row, text in zip(rows, texts, strict=True):
@@ -87,9 +87,9 @@ def test_kept_texts_stay_attached_while_rows_read_them_or_as_many_as_are_allowed
 
 #: what random sequences seldom come to
 KEPT = {
-    "a kept text is gone, and an empty slot's table has named its pages": [
+    "a kept prompt is gone, and an empty slot's table has named its pages": [
         Operation("enter", 0, 40), Operation("enter", 0, 136), Operation("enter", 0, 168), Operation("end", 0, 1),
-        Operation("kept text", 0, 4), Operation("chunk", 0, 64), Operation("end", 2, 1), Operation("make room", 0, 1),
+        Operation("kept prompt", 0, 4), Operation("chunk", 0, 64), Operation("end", 2, 1), Operation("make room", 0, 1),
         Operation("step", 0, 1),
     ],
     "a prefix is used, dropped and its row goes on": [
@@ -104,15 +104,15 @@ KEPT = {
         Operation("enter", 1, 60), Operation("chunk", 1, 100), Operation("enter", 2, 30), Operation("fork", 0, 1),
         Operation("end", 0, 1), Operation("step", 1, 3), Operation("step", 0, 5), Operation("chunk", 1, 40),
     ],
-    "there is no room for a row that would go on from a kept text": [
-        Operation("enter", 0, 200), Operation("enter", 0, 200), Operation("enter", 0, 60), Operation("kept text", 0, 130),
+    "there is no room for a row that would go on from a kept prompt": [
+        Operation("enter", 0, 200), Operation("enter", 0, 200), Operation("enter", 0, 60), Operation("kept prompt", 0, 130),
     ],
     "rows go on from a cache, which then reads another text": [
         Operation("cache", 0, 4), Operation("cache", 0, 4), Operation("change the cache", 0, 190),
         Operation("cache", 1, 4), Operation("cache", 1, 4), Operation("change the cache", 1, 190),
     ],
-    "rows go on from kept texts in two layouts": [
-        Operation("kept text", 0, 4), Operation("kept text", 1, 4), Operation("chunk", 0, 40), Operation("chunk", 1, 40),
+    "rows go on from kept prompts in two layouts": [
+        Operation("kept prompt", 0, 4), Operation("kept prompt", 1, 4), Operation("chunk", 0, 40), Operation("chunk", 1, 40),
     ],
 }  # fmt: skip
 

@@ -128,7 +128,7 @@ def test_forks_and_prefixes(model, backend):
 
 @pytest.mark.parametrize("preset", ["dense", "kivi-4-sink"])
 def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, backend, preset):
-    """Blocks come and go between recorded steps. The caches continue too, into other pages."""
+    """Slabs come and go between recorded steps. The caches continue too, into other pages."""
     window = {"residual": 128, "page_size": 128, "backend": backend}
     texts = [torch.randint(3, 160, (length,)) for length in (700, 500)]
     tokens = torch.randint(3, 160, (60,))

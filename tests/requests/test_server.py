@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-class Served:
+class ServerProcess:
     """A server process and a client of it."""
 
     def __init__(self, folder: Path, *options: str):
@@ -98,7 +98,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(folder):
-    server = Served(folder, "--preset", "dense", "--max-rows", str(ROWS), "--memory", "600MB", "--patience", "1")
+    server = ServerProcess(folder, "--preset", "dense", "--max-rows", str(ROWS), "--memory", "600MB", "--patience", "1")
     yield server
     server.close()
 
@@ -325,7 +325,7 @@ def test_sigterm_in_the_middle(served):
 def two(folder):
     options = ("--preset", "kivi-4-sink", "--max-rows", "2", "--memory", "100MB", "--patience", "1")
     with ThreadPoolExecutor(2) as pool:
-        servers = list(pool.map(lambda _: Served(folder, *options), range(2)))
+        servers = list(pool.map(lambda _: ServerProcess(folder, *options), range(2)))
     yield servers
     for server in servers:
         server.close()
@@ -355,7 +355,7 @@ def balanced(two, tmp_path):
     process.wait()
 
 
-def answer_of(client, server: Served, session: str) -> tuple[str, str]:
+def answer_of(client, server: ServerProcess, session: str) -> tuple[str, str]:
     """Who answered, and the text."""
     raw = client.completions.with_raw_response.create(
         model=server.model, prompt=PROMPT, max_tokens=12, extra_headers={"X-Session": session}

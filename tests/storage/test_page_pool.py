@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
-from hf_lowbit_kv.storage.page_pool import Block, PagePool, PageTables, PageUser, PinnedPages
+from hf_lowbit_kv.storage.page_pool import PagePool, PageTables, PageUser, PinnedPages, Slab
 
 
 def _references(tables: PageTables) -> list[int]:
-    return np.concatenate([block.references for block in tables.blocks]).tolist()
+    return np.concatenate([slab.references for slab in tables.slabs]).tolist()
 
 
 def test_forks_have_references_to_full_pages_until_they_are_collected():
@@ -49,19 +49,17 @@ def test_rows_share_full_pages_and_no_others():
         assert not np.isin(own, tables.table[full]).any()
         if fork is not None:  # nor to a page of the fork
             shared = fork.table[np.arange(6) < fork_full[:, None]]
-            block, place = fork.located(shared)
-            kept = {(id(fork.blocks[b]), p) for b, p in zip(block.tolist(), place.tolist(), strict=True)}
-            block, place = tables.located(own)
-            assert kept.isdisjoint(
-                (id(tables.blocks[b]), p) for b, p in zip(block.tolist(), place.tolist(), strict=True)
-            )
+            slab, index = fork.located(shared)
+            kept = {(id(fork.slabs[b]), p) for b, p in zip(slab.tolist(), index.tolist(), strict=True)}
+            slab, index = tables.located(own)
+            assert kept.isdisjoint((id(tables.slabs[b]), p) for b, p in zip(slab.tolist(), index.tolist(), strict=True))
         if step % 40 == 20:
             fork_full = paged // 16
             (fork,) = tables.fork(1, fork_full, 6)
         if step % 40 == 39:
             paged = np.zeros(4, dtype=np.int64)
             tables.reset()
-    assert sum(map(len, tables.blocks)) <= 2 * 4 * 6
+    assert sum(map(len, tables.slabs)) <= 2 * 4 * 6
 
 
 def test_a_copy_has_references_of_its_own():
@@ -70,38 +68,38 @@ def test_a_copy_has_references_of_its_own():
     for new in (copy.deepcopy(fork), pickle.loads(pickle.dumps(fork))):
         assert _references(tables) == [2, 2, 1]
         assert _references(new) == [1, 1, 1, 0]
-        assert all(block.owner is new for block in new.blocks)
+        assert all(slab.owner is new for slab in new.slabs)
 
 
 def test_a_block_belongs_to_its_oldest_living_user():
     kept = PinnedPages(3)
     one, other = (PageTables(1, 1) for _ in range(2))
     for tables in (one, other):
-        tables.adopt([kept.block], np.array([[0, 1]]), np.array([[True, True]]))
-    block = kept.block
-    assert block.owner is kept
-    assert block.references.tolist() == [3, 3, 1]
+        tables.adopt([kept.slab], np.array([[0, 1]]), np.array([[True, True]]))
+    slab = kept.slab
+    assert slab.owner is kept
+    assert slab.references.tolist() == [3, 3, 1]
     del kept
-    assert block.owner is one
+    assert slab.owner is one
     del one, tables
-    assert block.owner is other
-    assert block.references.tolist() == [1, 1, 0]
+    assert slab.owner is other
+    assert slab.references.tolist() == [1, 1, 0]
     other.reset()  # and may now use all of it
     assert other.table.tolist() == [[0, 1]]
-    assert len(other.blocks) == 1
+    assert len(other.slabs) == 1
 
 
 def test_a_table_that_leaves_a_block_has_no_part_in_it():
     kept, tables = PinnedPages(2), PageTables(1, 1)
-    block = kept.block
-    tables.adopt([block], np.array([[0, 1]]), np.array([[True, True]]))
-    assert block.references.tolist() == [2, 2]
+    slab = kept.slab
+    tables.adopt([slab], np.array([[0, 1]]), np.array([[True, True]]))
+    assert slab.references.tolist() == [2, 2]
     tables.reset()
-    assert block not in tables.blocks
-    assert block.references.tolist() == [1, 1]
+    assert slab not in tables.slabs
+    assert slab.references.tolist() == [1, 1]
     del kept
-    assert block.owner is None
-    assert block.references.tolist() == [0, 0]
+    assert slab.owner is None
+    assert slab.references.tolist() == [0, 0]
 
 
 def test_what_is_undone_has_no_references():
@@ -111,28 +109,28 @@ def test_what_is_undone_has_no_references():
     state, table, references = tables.__getstate__(), tables.table.tolist(), _references(tables)
     tables.choose(np.array([32, 32]), 16, np.array([0, 0]))
     tables.widen(1)
-    added = tables.blocks[-1]
+    added = tables.slabs[-1]
     assert _references(tables)[: len(references)] != references
     tables.undo(state)
     assert tables.table.tolist() == table
     assert _references(tables) == references
     assert _references(fork) == [1, 1, 1, *references]
-    assert added not in tables.blocks
+    assert added not in tables.slabs
     assert added.references.tolist() == [0] * len(added)
 
 
 def test_a_change_names_each_entry_that_has_another_page():
-    """Layers write only these entries' addresses. A number may stay while its block is another one."""
+    """Layers write only these entries' addresses. A number may stay while its slab is another one."""
 
-    def pages() -> list[list[tuple[Block, int]]]:
+    def pages() -> list[list[tuple[Slab, int]]]:
         located = zip(*(part.tolist() for part in tables.located(tables.table)), strict=True)
-        return [[(tables.blocks[block], place) for block, place in zip(*row, strict=True)] for row in located]
+        return [[(tables.slabs[slab], index) for slab, index in zip(*row, strict=True)] for row in located]
 
     kept, tables = PinnedPages(2), PageTables(2, 3)
     lasting = np.array([[False, False, False], [False, True, True]])
     for change in (
         lambda: tables.choose(np.array([33, 20]), 16, np.array([1, 1])),
-        lambda: tables.adopt([kept.block], np.array([[0, 0, 0], [0, 0, 1]]), lasting),
+        lambda: tables.adopt([kept.slab], np.array([[0, 0, 0], [0, 0, 1]]), lasting),
         tables.reset,
         lambda: tables.widen(1),
     ):
@@ -150,12 +148,12 @@ def test_numbers_of_attached_blocks_stay_and_are_used_again():
     """A thousand texts come and go, three at a time: page numbers do not grow with them."""
     pages, generator, held = PagePool(8), random.Random(0), []
     for _ in range(1000):
-        block = Block(generator.randint(1, 5))
-        first = pages.first(pages.attach(block))
-        numbers = list(range(first, first + len(block)))
+        slab = Slab(generator.randint(1, 5))
+        first = pages.first(pages.attach(slab))
+        numbers = list(range(first, first + len(slab)))
         pages.acquire(numbers)
-        held.append((block, numbers))
-        assert all(pages.block_of(page) is each for each, of_block in held for page in of_block)
+        held.append((slab, numbers))
+        assert all(pages.slab_of(page) is each for each, of_block in held for page in of_block)
         if len(held) == 3:
             gone, numbers = held.pop(generator.randrange(3))
             assert pages.release(numbers) == 0
@@ -179,7 +177,7 @@ def test_a_page_of_the_pool_is_free_without_references():
 def test_a_page_of_the_pool_to_which_another_object_refers_is_not_free():
     pages, other = PagePool(2), PageUser()
     (page,) = pages.take(1)
-    other.set_references({pages.blocks[0]: (np.arange(2) == page).astype(np.int32)})
+    other.set_references({pages.slabs[0]: (np.arange(2) == page).astype(np.int32)})
     assert pages.release([page]) == 0
     assert pages.take(1) == [1 - page]
     with pytest.raises(IndexError, match="only 0 are"):
@@ -188,9 +186,9 @@ def test_a_page_of_the_pool_to_which_another_object_refers_is_not_free():
 
 def test_the_memory_of_an_attached_block_does_not_count_in_the_pool():
     pages, kept = PagePool(1), PinnedPages(2)
-    block = kept.block
-    pages.attach(block)
+    slab = kept.slab
+    pages.attach(slab)
     pages.acquire([1, 2])
     del kept
-    assert block.owner is None
-    assert block.references.tolist() == [1, 1]
+    assert slab.owner is None
+    assert slab.references.tolist() == [1, 1]

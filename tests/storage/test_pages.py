@@ -15,7 +15,7 @@ from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.reference import read_pages
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.store_forks import fork_stores
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
@@ -48,7 +48,7 @@ def _tokens(batch, count, seed=0):
 
 def _append(store, k, v, mask=None):
     store.reserve(int(store.state.length.max()) + k.shape[2])
-    ops.append(Chunk(None, k, v, mask), store, "torch")
+    ops.append(StepInputs(None, k, v, mask), store, "torch")
 
 
 def test_reset_clears_what_an_aborted_launch_left():
@@ -167,13 +167,13 @@ def test_growth_copies_no_page():
     store = _store(_spec(("int4-channel", "int4-token")))
     k, v = _tokens(1, 200)
     _append(store, k, v)
-    blocks = [(block.data_ptr(), block.clone()) for block in store.state.pool]
+    slabs = [(slab.data_ptr(), slab.clone()) for slab in store.state.pool]
     filled = int(store.state.paged[0, 0]) // PAGE
     before = read_pages(store.state.pool, store.state.page_table[0, :filled])
     for seed in range(1, 6):
         _append(store, *_tokens(1, 300, seed))
-    assert len(store.state.pool) > len(blocks)
-    assert [block.data_ptr() for block in store.state.pool[: len(blocks)]] == [pointer for pointer, _ in blocks]
+    assert len(store.state.pool) > len(slabs)
+    assert [slab.data_ptr() for slab in store.state.pool[: len(slabs)]] == [pointer for pointer, _ in slabs]
     assert torch.equal(read_pages(store.state.pool, store.state.page_table[0, :filled]), before)
 
 
@@ -196,18 +196,18 @@ def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
         for row, single in enumerate(separate):
             _append(single, k[row : row + 1], v[row : row + 1])
         rows = torch.randint(3, (3,), generator=generator)
-        pool = [(block.data_ptr(), block.clone()) for block in store.state.pool]
+        pool = [(slab.data_ptr(), slab.clone()) for slab in store.state.pool]
         full = _full_entries(store)
         packed = store.state.page_table[full].unique().long()
         contents = read_pages(store.state.pool, packed)
         store.select_rows(rows)
         separate = [copy.deepcopy(separate[row]) for row in rows.tolist()]
         # full pages stay where they are
-        assert [block.data_ptr() for block in store.state.pool] == [pointer for pointer, _ in pool]
+        assert [slab.data_ptr() for slab in store.state.pool] == [pointer for pointer, _ in pool]
         kept = torch.isin(packed, store.state.page_table[_full_entries(store)].long())
         assert torch.equal(read_pages(store.state.pool, packed)[kept], contents[kept])
-        if not spec.direct:  # an open page is copied; otherwise not a byte of the pool changes
-            assert all(torch.equal(block, old) for block, (_, old) in zip(store.state.pool, pool, strict=True))
+        if not spec.direct:  # a partial page is copied; otherwise not a byte of the pool changes
+            assert all(torch.equal(slab, old) for slab, (_, old) in zip(store.state.pool, pool, strict=True))
     for row, single in enumerate(separate):
         _assert_same(_row(store, row), _row(single))
     assert store.num_pages == store.batch_size * store.pages_per_row  # reclaimed, not added
@@ -259,7 +259,7 @@ def _forked(store):
 
 def _assert_addresses(store):
     pool = store.state.pool
-    starts = torch.tensor([page.data_ptr() - pool[0].data_ptr() for block in pool for page in block])
+    starts = torch.tensor([page.data_ptr() - pool[0].data_ptr() for slab in pool for page in slab])
     assert torch.equal(starts[store.state.page_table.long()], store.state.page_address)
 
 
@@ -290,7 +290,7 @@ def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_copies_are_independent(formats):
     store = _store(_spec(formats), capacity=500)
-    store.widen(store.pages_per_row + 3)  # the blocks of a copy lie at other distances
+    store.widen(store.pages_per_row + 3)  # the slabs of a copy lie at other distances
     _append(store, *_tokens(1, 300))
     before = _row(store)
     for twin in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):

@@ -12,7 +12,7 @@ from hf_lowbit_kv.formats import HEAD_DIMS
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import hadamard, rotated
 
 PAGES = {"page_size": 32, "residual": 32}
@@ -78,11 +78,11 @@ def test_products_of_queries_and_keys_stay(name, head_dim):
     keys, queries = transform.forward(k, tensors), transform.counterpart(q, tensors, 2)
     want = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2)
     got = queries.double() @ keys.double().repeat_interleave(2, 1).transpose(-1, -2)
-    lacking = transform.lacking(q, tensors, 2)
-    assert (lacking is None) == (name in NAMES)
-    if lacking is not None:
-        assert float(lacking.abs().mean()) > 1
-        got += lacking.double()[..., None]
+    score_bias = transform.score_bias(q, tensors, 2)
+    assert (score_bias is None) == (name in NAMES)
+    if score_bias is not None:
+        assert float(score_bias.abs().mean()) > 1
+        got += score_bias.double()[..., None]
     assert torch.allclose(got, want, atol=5e-5 * head_dim**0.5)
     linear = keys.double() - transform.forward(torch.zeros(1, 2, 1, head_dim), tensors).double()
     assert torch.allclose(linear, k.double() @ exact_map(transform, given, head_dim), atol=1e-4)
@@ -135,9 +135,9 @@ def test_a_center_changes_no_output(backend, softcap, sinks):
     )
     logits = torch.tensor([3.0, -2.0, 40.0, 1.0]) if sinks else None
     store.reserve(past + 3)
-    ops.append(Chunk(None, k[:, :, :past], v[:, :, :past]), store, backend)
-    chunk = Chunk(q[:, :, past:], k[:, :, past:], v[:, :, past:], None, head_dim**-0.5, softcap, logits)
-    out = ops.attend(chunk, store, backend)
+    ops.append(StepInputs(None, k[:, :, :past], v[:, :, :past]), store, backend)
+    inputs = StepInputs(q[:, :, past:], k[:, :, past:], v[:, :, past:], None, head_dim**-0.5, softcap, logits)
+    out = ops.attend(inputs, store, backend)
     allowed = torch.arange(past + 3) <= torch.arange(past, past + 3)[:, None]
     exact = reference.plain_attention(
         q[:, :, past:].float(), k.float(), v.float(), allowed, head_dim**-0.5, softcap, logits

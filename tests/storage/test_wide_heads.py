@@ -23,8 +23,8 @@ def attended(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     gen = generator(case, SEED)
     store, _ = filled(case, gen, "cpu")
     step = random_step(case, gen).float()
-    out = reference.OPERATIONS.attend(step.chunk(case), store)
-    mapped = reference.transformed(step.chunk(case), store)
+    out = reference.OPERATIONS.attend(step.inputs(case), store)
+    mapped = reference.transformed(step.inputs(case), store)
     step.q, step.k, step.v = mapped.queries, mapped.k, mapped.v
     near = plain(step, store.state, case)
     return out, reference.restored(near, store)
@@ -55,8 +55,8 @@ def test_transforms(transforms, widths):
     outs = []
     for case in (mapped, plainly):
         store, _ = filled(Case(**{**vars(case), "lengths": (0, 0), "capacity": 200}), gen, "cpu")
-        reference.OPERATIONS.append(chunks[0].chunk(case)._replace(q=None), store)
-        outs.append(reference.OPERATIONS.attend(chunks[1].chunk(case), store))
+        reference.OPERATIONS.append(chunks[0].inputs(case)._replace(q=None), store)
+        outs.append(reference.OPERATIONS.attend(chunks[1].inputs(case), store))
     assert relative_error(*outs) < 1e-4
 
 
@@ -76,7 +76,7 @@ def test_the_map_of_boosted_channels_holds_numbers_above_255(layout):
 @pytest.mark.parametrize("preset", lb.preset_names())
 def test_presets_take_them_or_say_why(preset):
     spec = lb.get_preset(preset).spec()
-    if spec.reading.name == "latent":
+    if spec.attention_kind.name == "latent":
         return
     for widths in WIDTHS:
         spec.validate(*widths)

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import Case, assert_same_state, store_for
 
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 #: where `check_special_rows` is run: straight into pages and through the ring
 SPECIAL = [
@@ -57,8 +57,8 @@ def check_special_rows(append, case: Case, device: str, gen: torch.Generator) ->
     start = 0
     for stop in (count - 20, *range(count - 19, count + 1)):
         k, v = keys[:, :, start:stop], values[:, :, start:stop]
-        reference.OPERATIONS.append(Chunk(None, k, v), ref)
-        append(Chunk(None, k.to(device), v.to(device)), dev)
+        reference.OPERATIONS.append(StepInputs(None, k, v), ref)
+        append(StepInputs(None, k.to(device), v.to(device)), dev)
         start = stop
     assert int(ref.state.paged.min()) >= 64
     assert_same_state(ref.state, dev.state)

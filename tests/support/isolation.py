@@ -9,7 +9,7 @@ from sequence_operations import KINDS, OTHER_WIDTHS
 
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import PagedStore, read_pages
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 LENGTHS = (100, 75)
 #: places of the first chunk (sink, page, tail), and their contents
@@ -81,9 +81,9 @@ def check(module: Any, case: Case, device: str, seed: int, values: tuple[float, 
             new_k, new_v = poisoned(new_k, 0, 0, values, (0,)), poisoned(new_v, 1, 1, values, (0,))
         k, v, new_k, new_v, query = (x.to(device) for x in (k, v, new_k, new_v, step.q))
         store = store_for(case, device, poison=False)
-        module.OPERATIONS.append(Chunk(None, k, v, mask.to(device)), store)
-        out = module.OPERATIONS.attend(Chunk(query, new_k, new_v, scaling=step.scaling), store)
-        module.OPERATIONS.append(Chunk(None, new_k, new_v), store)
+        module.OPERATIONS.append(StepInputs(None, k, v, mask.to(device)), store)
+        out = module.OPERATIONS.attend(StepInputs(query, new_k, new_v, scaling=step.scaling), store)
+        module.OPERATIONS.append(StepInputs(None, new_k, new_v), store)
         by_head = out.unflatten(2, (case.heads, -1)).transpose(1, 2)
         results.append([by_head, *held(module, case, store)])
     clean, dirty = results
@@ -107,9 +107,9 @@ def check_latents(module: Any, spec: LayerSpec, device: str, seed: int, value: f
         c, r = (x.to(device) for x in chunks)
         store = PagedStore(spec, 3, 1, rank, rope, dtype, device, 300)
         old, new = (c[:, :, :count], r[:, :, :count]), (c[:, :, count:], r[:, :, count:])
-        module.OPERATIONS.append(Chunk(None, *old, mask.to(device)), store)
-        out = module.OPERATIONS.attend(Chunk(query.to(device), *new, scaling=(rank + rope) ** -0.5), store)
-        module.OPERATIONS.append(Chunk(None, *new), store)
+        module.OPERATIONS.append(StepInputs(None, *old, mask.to(device)), store)
+        out = module.OPERATIONS.attend(StepInputs(query.to(device), *new, scaling=(rank + rope) ** -0.5), store)
+        module.OPERATIONS.append(StepInputs(None, *new), store)
         pages = read_pages(store.state.pool, store.state.page_table)
         results.append([out, *module.OPERATIONS.read(store, count + 1), pages, store.state.length])
     clean, dirty = results

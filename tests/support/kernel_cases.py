@@ -13,7 +13,7 @@ from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import parse_transform
 
 
@@ -111,7 +111,7 @@ def store_for(case: Case, device: str, poison: bool = True) -> PagedStore:
     geometry = case.spec, len(case.lengths), case.heads, *case.dims, case.dtype, device, case.capacity
     store = PagedStore(*geometry, parameters=records_for(case.spec, case.dims, case.heads, device, case))
     if case.capacity is None:
-        store.reserve(min(case.lengths))  # rows' pages lie in several blocks
+        store.reserve(min(case.lengths))  # rows' pages lie in several slabs
         store.reserve(max(case.lengths) + case.tokens)
     if poison:
         poison_state(store.state)
@@ -142,8 +142,8 @@ def records_for(
 
 def poison_state(state: LayerState) -> None:
     """NaN wherever nothing is stored: what an unused slot holds must not matter."""
-    for block in state.pool:
-        block.fill_(255)
+    for slab in state.pool:
+        slab.fill_(255)
     for window in (state.sink_k, state.sink_v, state.tail_k, state.tail_v):
         window.fill_(float("nan"))
 
@@ -165,7 +165,7 @@ def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore, P
         for rows in (first, lengths - first):
             chunk = int(rows.max())
             k, v = random_tokens(case, chunk, gen)
-            reference.OPERATIONS.append(Chunk(None, k, v, random_mask(rows, chunk, gen)), store)
+            reference.OPERATIONS.append(StepInputs(None, k, v, random_mask(rows, chunk, gen)), store)
     copy_state(store.state, other.state)
     return store, other
 
@@ -181,8 +181,8 @@ class Step:
     sinks: torch.Tensor | None
     scaling: float
 
-    def chunk(self, case: Case) -> Chunk:
-        return Chunk(self.q, self.k, self.v, self.mask, self.scaling, case.softcap, self.sinks)
+    def inputs(self, case: Case) -> StepInputs:
+        return StepInputs(self.q, self.k, self.v, self.mask, self.scaling, case.softcap, self.sinks)
 
     def to(self, device: str) -> Step:
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
@@ -239,11 +239,11 @@ def put_heavy_sink(step: Step, stores: tuple[PagedStore, PagedStore], case: Case
         store.state.sink_v[:, :, 0] = 0
 
 
-def plain(step: Step, state: LayerState, case: Case, lacking: torch.Tensor | None = None) -> torch.Tensor:
-    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it. lacking: see
-    `Chunk`."""
+def plain(step: Step, state: LayerState, case: Case, score_bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The step in the model's dtype over tensors dequantized to that dtype, as eager attention computes it. score_bias: see
+    `StepInputs`."""
     k, v, valid = dense_view(step, state, case)
-    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks, lacking)
+    out = reference.plain_attention(step.q, k, v, valid, step.scaling, case.softcap, step.sinks, score_bias)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
@@ -314,15 +314,15 @@ def random_steps(case: Case, steps: int, gen: torch.Generator) -> list[Step]:
 
 def separate_step(module, case: Case, step: Step, store: PagedStore) -> torch.Tensor:
     """The output; attention and storing one after the other. `module`: `reference`, or another with `OPERATIONS`."""
-    out = module.OPERATIONS.attend(step.chunk(case), store)
-    module.OPERATIONS.append(step.chunk(case)._replace(q=None), store)
+    out = module.OPERATIONS.attend(step.inputs(case), store)
+    module.OPERATIONS.append(step.inputs(case)._replace(q=None), store)
     return out
 
 
 def fused_step(launch, case: Case, step: Step, store: PagedStore) -> torch.Tensor:
     """The output; both at once, and really so (unless tokens go straight into pages)."""
     before = dict(launch.launches)
-    out = launch.OPERATIONS.step(step.chunk(case), store)
+    out = launch.OPERATIONS.step(step.inputs(case), store)
     launched = {name: count - before.get(name, 0) for name, count in launch.launches.items()}
     assert launched.pop("attend_kernel") == 1
     for name in ("transform_kernel", "project_kernel"):
@@ -350,11 +350,11 @@ def check_steps(launch, case: Case, steps: int, seed: int, device: str, run=fuse
         if other is not None:
             expected = separate_step(launch, case, moved, other)
         else:
-            expected = reference.OPERATIONS.attend(step.float().chunk(case), ref)
+            expected = reference.OPERATIONS.attend(step.float().inputs(case), ref)
         expected = real_queries(expected, moved)
         error = relative_error(real_queries(out, moved), expected) if expected.numel() else 0.0
         assert error < allowed, f"step {i}: {error}"
-        reference.OPERATIONS.append(Chunk(None, step.k, step.v, step.mask), ref)
+        reference.OPERATIONS.append(StepInputs(None, step.k, step.v, step.mask), ref)
     assert_same_state(ref.state, dev.state)
     if other is not None:
         assert_same_state(ref.state, other.state)

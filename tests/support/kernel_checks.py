@@ -29,7 +29,7 @@ from kernel_cases import (
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import parse_transform
 from hf_lowbit_kv.triton_kernels import determinism
 
@@ -69,11 +69,11 @@ def poisoned():
         yield
 
 
-def attend_poisoned(chunk: Chunk, store: PagedStore) -> torch.Tensor:
+def attend_poisoned(inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     """The output where whatever it allocates holds NaN at first."""
     with poisoned():
         before = attended()
-        out = launch.OPERATIONS.attend(chunk, store)
+        out = launch.OPERATIONS.attend(inputs, store)
         assert attended() > before
     return out
 
@@ -94,9 +94,9 @@ def _check_attend(case: Case, seed: int) -> None:
     before = [x.clone() for x in dev.state.tensors()]
     wide, here = step.float(), step.to(DEVICE)
     exact = reference.OPERATIONS.attend(
-        Chunk(wide.q, wide.k, wide.v, step.mask, step.scaling, case.softcap, step.sinks), ref
+        StepInputs(wide.q, wide.k, wide.v, step.mask, step.scaling, case.softcap, step.sinks), ref
     )
-    out = attend_poisoned(here.chunk(case), dev)
+    out = attend_poisoned(here.inputs(case), dev)
     assert out.dtype == case.dtype
     assert out.shape == exact.shape
     assert out.isfinite().all()
@@ -132,9 +132,9 @@ def check_store(case: Case, chunks: list[int], seed: int = SEED) -> bool:
         length += tokens
         for store in (ref, dev):
             store.reserve(length)
-        reference.OPERATIONS.append(Chunk(None, k, v, mask), ref)
+        reference.OPERATIONS.append(StepInputs(None, k, v, mask), ref)
         launch.OPERATIONS.append(
-            Chunk(None, k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE)), dev
+            StepInputs(None, k.to(DEVICE), v.to(DEVICE), None if mask is None else mask.to(DEVICE)), dev
         )
         assert_same_state(ref.state, dev.state)
     for a, b in zip(
@@ -156,9 +156,9 @@ def check_full_rows(case: Case, seed: int = SEED) -> None:
         k, v = random_tokens(case, tokens, gen)
         mask = None if real is None else random_mask(torch.tensor(real), tokens, gen)
         came += tokens if mask is None else mask.sum(1)
-        reference.OPERATIONS.append(Chunk(None, k, v, mask), ref)
+        reference.OPERATIONS.append(StepInputs(None, k, v, mask), ref)
         here = None if mask is None else mask.to(DEVICE)
-        launch.OPERATIONS.append(Chunk(None, k.to(DEVICE), v.to(DEVICE), here), dev)
+        launch.OPERATIONS.append(StepInputs(None, k.to(DEVICE), v.to(DEVICE), here), dev)
         assert_same_state(ref.state, dev.state)
     assert torch.equal(dev.state.length[:, 0].cpu().long(), came.clamp(max=room))
     assert torch.equal(dev.state.lost[:, 0].cpu().long(), came - room)
@@ -192,12 +192,12 @@ def check_attend_transformed(case: Case, seed: int = SEED) -> None:
     ref, dev = filled(case, gen, DEVICE)
     step = random_step(case, gen)
     wide, here = step.float(), step.to(DEVICE)
-    exact = reference.OPERATIONS.attend(wide.chunk(case), ref)
+    exact = reference.OPERATIONS.attend(wide.inputs(case), ref)
     with poisoned():
-        out = launch.OPERATIONS.attend(here.chunk(case), dev)
-    chunk = reference.transformed(step.chunk(case), ref)
-    transformed = dataclasses.replace(step, q=chunk.q, k=chunk.k, v=chunk.v)
-    near = reference.restored(plain(transformed, ref.state, case, chunk.lacking), ref)
+        out = launch.OPERATIONS.attend(here.inputs(case), dev)
+    inputs = reference.transformed(step.inputs(case), ref)
+    transformed = dataclasses.replace(step, q=inputs.q, k=inputs.k, v=inputs.v)
+    near = reference.restored(plain(transformed, ref.state, case, inputs.score_bias), ref)
     error = relative_error(real_queries(out, step), real_queries(exact, step))
     error_plain = relative_error(real_queries(near, step), real_queries(exact, step))
     print(f"relative error {error:.2e}, plain {error_plain:.2e}")
@@ -213,8 +213,8 @@ def check_graph(options: dict) -> None:
     here = step.to(DEVICE)
 
     def run():
-        out = launch.OPERATIONS.attend(Chunk(here.q, here.k, here.v, scaling=here.scaling), dev)
-        launch.OPERATIONS.append(Chunk(None, here.k, here.v), dev)
+        out = launch.OPERATIONS.attend(StepInputs(here.q, here.k, here.v, scaling=here.scaling), dev)
+        launch.OPERATIONS.append(StepInputs(None, here.k, here.v), dev)
         return out
 
     stream = torch.cuda.Stream()
@@ -231,7 +231,7 @@ def check_graph(options: dict) -> None:
         for name in ("q", "k", "v"):
             getattr(here, name).copy_(getattr(step, name))
         graph.replay()
-        exact = reference.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), ref)
+        exact = reference.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling), ref)
         assert relative_error(out, exact) < 2e-3
-        reference.OPERATIONS.append(Chunk(None, step.k, step.v), ref)
+        reference.OPERATIONS.append(StepInputs(None, step.k, step.v), ref)
     assert_same_state(ref.state, dev.state)

@@ -11,7 +11,7 @@ from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
 
@@ -60,7 +60,7 @@ class Filled:
         self.rows = [(c[b : b + 1, :, :n], r[b : b + 1, :, :n]) for b, n in enumerate(case.lengths)]
         real = torch.arange(longest, device=device) < torch.tensor(case.lengths, device=device)[:, None]
         if longest:
-            reference.OPERATIONS.append(Chunk(None, c, r, real), self.store)
+            reference.OPERATIONS.append(StepInputs(None, c, r, real), self.store)
         self.chunk()
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -85,8 +85,8 @@ class Filled:
             self.v = self.v.masked_fill(~self.mask[:, None, :, None], float("nan"))
 
     @property
-    def step(self) -> Chunk:
-        return Chunk(self.q, self.k, self.v, self.mask, self.case.scaling)
+    def step(self) -> StepInputs:
+        return StepInputs(self.q, self.k, self.v, self.mask, self.case.scaling)
 
 
 def exact(filled: Filled) -> torch.Tensor:
@@ -166,7 +166,7 @@ def check_steps(kernels, case: LatentCase, steps: int, device: str, seed: int) -
         filled.chunk(), twin.chunk()
         expected = kernels.OPERATIONS.attend(filled.step, filled.store)
         assert torch.equal(kernels.OPERATIONS.step(filled.step, filled.store), expected)
-        reference.OPERATIONS.append(Chunk(None, twin.k, twin.v.nan_to_num(0.0), twin.mask), twin.store)
+        reference.OPERATIONS.append(StepInputs(None, twin.k, twin.v.nan_to_num(0.0), twin.mask), twin.store)
         compare(filled.store, twin.store)
 
 
@@ -178,8 +178,8 @@ def check_append(kernels, case: LatentCase, chunks: list[int], device: str, seed
         for each in (filled, twin):
             each.case = part
             each.chunk()
-        kernels.OPERATIONS.append(Chunk(None, filled.k, filled.v, filled.mask), filled.store)
-        reference.OPERATIONS.append(Chunk(None, twin.k, twin.v.nan_to_num(0.0), twin.mask), twin.store)
+        kernels.OPERATIONS.append(StepInputs(None, filled.k, filled.v, filled.mask), filled.store)
+        reference.OPERATIONS.append(StepInputs(None, twin.k, twin.v.nan_to_num(0.0), twin.mask), twin.store)
         compare(filled.store, twin.store)
 
 

@@ -43,7 +43,7 @@ class Capture:
     def run(self, ids: torch.Tensor, queries: int) -> Capture:
         """ids `[tokens]`. Keeps of each layer the module, absorbed queries `[Hq, queries, rank + rope]`, the content
         `[n, rank]` and the RoPE part `[n, rope]`."""
-        cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, reading="latent")
+        cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, attention_kind="latent")
         self.model(ids[None, :-queries].to(self.model.device), **as_argument(cache))
         for layer in cache.packed_layers:
             layer.step = self._keeping(layer, layer.step)

@@ -358,7 +358,7 @@ def _fused(model: Any) -> str:
 
 
 def _calibrated(model: Any, cache: lb.LowBitCache) -> str:
-    if any(layer.spec.reading.name == "latent" for layer in cache.packed_layers):
+    if any(layer.spec.attention_kind.name == "latent" for layer in cache.packed_layers):
         return "no: latents"
     spec = lb.get_preset("eigen-2").spec()
     try:

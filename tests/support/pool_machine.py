@@ -21,7 +21,7 @@ from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.page_pool import PageTables
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.store_forks import fork_stores
 from hf_lowbit_kv.storage.stored_tokens import in_layout_of, take_tokens
 
@@ -36,7 +36,7 @@ KINDS = {
 }
 OPERATIONS = (
     *("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room"),
-    *("kept text", "cache", "change the cache", "fork the cache"),
+    *("kept prompt", "cache", "change the cache", "fork the cache"),
 )
 
 
@@ -66,7 +66,7 @@ class Machine:
         self._stories: dict[Row, list[int]] = {}
         """what chunks of a row bring; steps bring other tokens"""
         self.hits = self.attached = 0
-        """rows that began with a shared prefix, and with a kept text or a cache"""
+        """rows that began with a shared prefix, and with a kept prompt or a cache"""
         generator = torch.Generator().manual_seed(5)
         self._table = torch.randn(2, 8, HEADS, HEAD_DIM, generator=generator)
         self._cached = [self._text(which) for which in (0, 1)]
@@ -89,12 +89,12 @@ class Machine:
         assert not any(pages.attached for pages in self.pool.page_pools.values()), (
             "texts are attached that no row reads"
         )
-        own = [{block.untyped_storage().data_ptr() for block in state.pool} for state in self.pool.memory.states]
+        own = [{slab.untyped_storage().data_ptr() for slab in state.pool} for state in self.pool.memory.states]
         assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
         for store in (store for stores in self._caches for store in stores):
             references = store.tables.acquired.items()
-            assert all((block.references == counts).all() for block, counts in references), (
+            assert all((slab.references == counts).all() for slab, counts in references), (
                 "references of rows or forks are left"
             )
 
@@ -123,7 +123,7 @@ class Machine:
         self.check(row)
         return row
 
-    def _kept_text(self, operation: Operation) -> None:
+    def _kept_prompt(self, operation: Operation) -> None:
         """A row continues from a text that is kept elsewhere, from some page or some token of its window on."""
         which = operation.which % 2
         self._go_on(self._text(which), self._kept[which], operation.amount)
@@ -142,11 +142,11 @@ class Machine:
         if not tokens:
             return
         parts = [x._replace(tokens=x.tokens.first(tokens, x.spec)) for x in contents]
-        before = [block.clone() for x in parts for block in x.tokens.blocks]
+        before = [slab.clone() for x in parts for slab in x.tokens.slabs]
         story = ids[:tokens] + [amount % 8] * amount
         row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(parts))
         self.attached += row is not None
-        after = [block for x in parts for block in x.tokens.blocks]
+        after = [slab for x in parts for slab in x.tokens.slabs]
         assert all(map(torch.equal, before, after))
 
     def _change_the_cache(self, operation: Operation) -> None:
@@ -156,7 +156,7 @@ class Machine:
         keys, values = self._numbers(self._cached[which], 0)
         for store in self._caches[which]:
             store.reset()
-            ops.append(Chunk(None, keys, values), store, "cpu")
+            ops.append(StepInputs(None, keys, values), store, "cpu")
         for row in self.pool.rows:
             self.check(row)
 
@@ -227,7 +227,7 @@ class Machine:
     # ---- texts that are kept elsewhere ----------------------------------------------------------------------------
 
     def _text(self, which: int) -> list[int]:
-        """Its last page is not full, where layers have open pages."""
+        """Its last page is not full, where layers have partial pages."""
         return [0] * 20 + [which] * 170
 
     def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
@@ -239,7 +239,7 @@ class Machine:
             store = PagedStore(layer.spec, *sizes, tables=tables.get(layer.paging))
             tables[layer.paging] = store.tables
             store.reserve(2 * LONGEST)
-            ops.append(Chunk(None, *self._numbers(ids, 0)), store, "cpu")
+            ops.append(StepInputs(None, *self._numbers(ids, 0)), store, "cpu")
             stores.append(store)
         return stores
 
@@ -270,8 +270,8 @@ class Machine:
             row.length += len(ids)
             self.texts[row] += ids
         for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
-            chunk = Chunk(query, keys, values, mask if masked else None, HEAD_DIM**-0.5)
-            out = ops.step(chunk, LayerStore(state.rows(slots), layer.spec), "cpu")
+            inputs = StepInputs(query, keys, values, mask if masked else None, HEAD_DIM**-0.5)
+            out = ops.step(inputs, LayerStore(state.rows(slots), layer.spec), "cpu")
             for row in rows:
                 found = out[row.slot - slots.start, -1]
                 k, v = self._numbers(self.texts[row], 0)
@@ -291,7 +291,7 @@ class Machine:
         for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
             own = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu")
             own.reserve(len(text))
-            ops.append(Chunk(None, keys, values), own, "cpu")
+            ops.append(StepInputs(None, keys, values), own, "cpu")
             store = LayerStore(state.rows(slice(row.slot, row.slot + 1)), layer.spec)
             here = store.state
             assert int(here.length[0, 0]) == len(text)
@@ -313,11 +313,11 @@ class Machine:
             references.update(self.prefixes.numbers())
             assert all(pages.references(page) == references[page] for page in (*range(pages.count), *references))
             assert pages.free == pages.count - sum(page < pages.count for page in references)
-            read = {pages.block_of(page) for page in references} - {None}
+            read = {pages.slab_of(page) for page in references} - {None}
             assert set(pages.attached) == read
             specs = [layer.spec for layer in self.layers if layer.paging == paging]
             missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
-            promised = sum(max(pages, 0) for pages in missing)  # a kept text's pages may reach further
+            promised = sum(max(pages, 0) for pages in missing)  # a kept prompt's pages may reach further
             assert promised <= pages.free, "every row gets the pages that it was promised"
 
 

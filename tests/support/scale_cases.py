@@ -9,7 +9,7 @@ import torch
 from kernel_cases import Case, copy_state, generator, store_for
 
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 
 _WHOLE = {"head_dim": 128, "page_size": 128, "residual": 0, "sink": 0, "heads": 1, "lengths": (768,)}
 #: formats in which a constant row of values has a scale of 0; all tokens are in pages
@@ -59,12 +59,12 @@ def attend_once(attend, case: Case, k: torch.Tensor, v: torch.Tensor, query: tor
     """
     store, dev = store_for(case, "cpu"), store_for(case, device)
     k, v = (x.to(case.dtype)[None, None] for x in (k, v))
-    reference.OPERATIONS.append(Chunk(None, k, v), store)
+    reference.OPERATIONS.append(StepInputs(None, k, v), store)
     copy_state(store.state, dev.state)
     new, q = torch.zeros(1, 1, 1, case.head_dim), query.to(case.dtype).float().expand(1, case.groups, 1, case.head_dim)
-    exact = reference.OPERATIONS.attend(Chunk(q, new, new, scaling=1.0), store)
+    exact = reference.OPERATIONS.attend(StepInputs(q, new, new, scaling=1.0), store)
     q, new = (x.to(device, case.dtype) for x in (q, new))
-    out = attend(Chunk(q, new, new), dev)
+    out = attend(StepInputs(q, new, new), dev)
     return out[0, 0, 0].float().cpu(), exact[0, 0, 0]
 
 

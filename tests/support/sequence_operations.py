@@ -27,7 +27,7 @@ LATENTS = [("dense", "dense"), ("fp8", "dense"), ("fp8-block", "dense"), ("fp8-s
 def _add_presets() -> None:
     for name in (*every_preset(), "kivi-2-hadamard-sink", "kitty-variance", "kitty-range", "kitty-random"):
         preset = lb.get_preset(name)
-        if preset.reading == "latent":
+        if preset.attention_kind == "latent":
             continue
         options = {"key_format": preset.key_format, "value_format": preset.value_format}
         options |= {key: x for key in ("transform", "value_transform") if (x := getattr(preset, key)) != "none"}

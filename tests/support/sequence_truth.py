@@ -81,7 +81,7 @@ class TrueRow:
 
     def crop(self, length: int) -> None:
         """Keep so many tokens. Those of a page that is not full any more become what was decoded of them, unless they
-        stay in an open page."""
+        stay in a partial page."""
         spec = self.storage.spec
         full, rest = divmod(max(length - spec.sink, 0), spec.page_size)
         if full < len(self.pages):

@@ -20,7 +20,7 @@ from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache.attention_function import lowbit_attention, lowbit_mask
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.storage.paged_store import read_pages
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import parse_transform
 
 HEAD_DIM = 64
@@ -247,7 +247,7 @@ class Machine:
             before = [x.clone() for x in state.tensors()]
             sinks = None if step.sinks is None else step.sinks.to(self.device)
             tensors = [None if x is None else x.to(self.device) for x in step[:4]]
-            out = ops.attend(Chunk(*tensors, step.scaling, step.softcap, sinks), layer.store, layer.backend)
+            out = ops.attend(StepInputs(*tensors, step.scaling, step.softcap, sinks), layer.store, layer.backend)
             self.check_output(rows, step, False, out.cpu())
             for old, new in zip(before, state.tensors(), strict=True):
                 assert torch.equal(old.view(torch.uint8), new.view(torch.uint8)), "attending changed the state"

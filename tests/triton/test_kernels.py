@@ -42,7 +42,7 @@ from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_
 
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.storage.paged_store import LayerStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import parse_transform
 from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
 
@@ -186,8 +186,8 @@ def test_compiles(case, capability, monkeypatch):
     monkeypatch.setattr(read, "takes_ptx", lambda device: True)
     gen = generator(case, SEED)
     store, step = store_for(case, "cpu"), random_step(case, gen)
-    entry_points.OPERATIONS.attend(Chunk(step.q, step.k, step.v, step.mask, step.scaling), store)
-    entry_points.OPERATIONS.append(Chunk(None, step.k, step.v, step.mask), store)
+    entry_points.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, step.mask, step.scaling), store)
+    entry_points.OPERATIONS.append(StepInputs(None, step.k, step.v, step.mask), store)
     for backend in ("triton", "cuda"):
         entry_points.OPERATIONS.read(LayerStore(store.state, choice.storage_spec(case.spec, backend)), 50)
     entry_points.transform(step.q, step.k, parse_transform("hadamard"), ())

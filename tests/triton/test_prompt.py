@@ -17,7 +17,7 @@ from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import common, config, entry_points, prompt
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry
 
@@ -50,7 +50,7 @@ def check_truth(case: Case) -> None:
     step = random_step(case, gen)
     expected = plain(step.float(), ref.state, case)
     here = step.to(kernels.DEVICE)
-    out = prompt.attend(Chunk(here.q, here.k, here.v, here.mask, here.scaling, case.softcap, here.sinks), dev)
+    out = prompt.attend(StepInputs(here.q, here.k, here.v, here.mask, here.scaling, case.softcap, here.sinks), dev)
     assert relative_error(real_queries(out, step), real_queries(expected, step)) < 1e-3
 
 
@@ -126,7 +126,7 @@ def test_small_launches(monkeypatch):
 
     def run(seen) -> tuple[torch.Tensor, int]:
         before = count("prompt_kernel")
-        out = prompt.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling, seen=seen), dev)
+        out = prompt.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling, seen=seen), dev)
         return out, count("prompt_kernel") - before
 
     expected, launches = run(None)
@@ -161,8 +161,8 @@ def test_small_scaling(scaling):
     ref, dev = filled(case, gen, "cpu")
     step = random_step(case, gen)
     exact = step.float()
-    expected = reference.OPERATIONS.attend(Chunk(exact.q, exact.k, exact.v, scaling=scaling), ref)
-    out = prompt.attend(Chunk(step.q, step.k, step.v, scaling=scaling), dev)
+    expected = reference.OPERATIONS.attend(StepInputs(exact.q, exact.k, exact.v, scaling=scaling), ref)
+    out = prompt.attend(StepInputs(step.q, step.k, step.v, scaling=scaling), dev)
     assert relative_error(out, expected) < 2e-3
 
 
@@ -297,7 +297,7 @@ def test_memory(tokens, backend):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = MODULES[backend].OPERATIONS.attend(Chunk(q, k, v, scaling=0.1), store)
+        out = MODULES[backend].OPERATIONS.attend(StepInputs(q, k, v, scaling=0.1), store)
         peaks.append(torch.cuda.max_memory_allocated() - before - out.nbytes)
         del out
     assert peaks[-1] < config.BUFFER_BYTES + config.CARRY_BYTES + 2**21
@@ -332,7 +332,7 @@ def test_graph(backend):
     module = MODULES[backend]
 
     def run():
-        return module.OPERATIONS.attend(Chunk(here.q, here.k, here.v, here.mask, here.scaling), dev)
+        return module.OPERATIONS.attend(StepInputs(here.q, here.k, here.v, here.mask, here.scaling), dev)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -346,7 +346,7 @@ def test_graph(backend):
     copy_state(found.state, dev.state)
     graph.replay()
     exact = step.float()
-    expected = reference.OPERATIONS.attend(Chunk(exact.q, exact.k, exact.v, step.mask, step.scaling), ref)
+    expected = reference.OPERATIONS.attend(StepInputs(exact.q, exact.k, exact.v, step.mask, step.scaling), ref)
     assert relative_error(real_queries(out, step), real_queries(expected, step)) < 2e-3
 
 

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.storage.paged_store import PagedStore
-from hf_lowbit_kv.storage.step import Chunk
+from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import (
     entry_points,
     fused_kernels,
@@ -64,7 +64,7 @@ def run_all(case: Case) -> None:
     store = store_for(case, "cpu", poison=False)
     for tokens in (1, 40):
         step = random_step(dataclasses.replace(case, tokens=tokens), gen)
-        entry_points.OPERATIONS.step(step.chunk(case)._replace(seen=100), store)
+        entry_points.OPERATIONS.step(step.inputs(case)._replace(seen=100), store)
     read.read(store, 100)
 
 
@@ -99,7 +99,7 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
     gen = torch.Generator().manual_seed(0)
     store = PagedStore(spec, 2, 2, 128, 128, case.dtype, "cpu", 500, records_for(spec, (128, 128), 2))
     step = random_step(dataclasses.replace(case, tokens=40), gen)
-    prompt.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling, seen=200), store)
+    prompt.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling, seen=200), store)
     read.read(store, 200)
     assert {"unpack_kernel", "prompt_kernel"} <= set(compiled)
 
@@ -124,7 +124,7 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
     store = store_for(case, "cpu", poison=False)
     for tokens in (1, 9):
         step = random_step(dataclasses.replace(case, tokens=tokens), gen)
-        entry_points.OPERATIONS.attend(Chunk(step.q, step.k, step.v, scaling=step.scaling), store)
+        entry_points.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, scaling=step.scaling), store)
         if tokens == 1 and values.startswith("vq") and case.page_size == 128:
             assert compiled["attend_kernel"].asm["ptx"].count("shfl.sync.idx") < 20
 
@@ -142,7 +142,7 @@ def test_latents_compile(content, layout, compiled):
     read.read(store, 100)
     if layout == "triton":
         entry_points.OPERATIONS.append(filled.step._replace(q=None), store)
-        token = Chunk(*(x[:, :, :1] for x in filled.step[:3]), scaling=case.scaling)
+        token = StepInputs(*(x[:, :, :1] for x in filled.step[:3]), scaling=case.scaling)
         entry_points.OPERATIONS.step(token, store)
         assert {"append_pages_kernel", "append_one_kernel"} <= set(compiled)
     assert {"prompt_kernel", "unpack_kernel"} <= set(compiled)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ...storage.paged_store import LayerStore
-from ...storage.step import Chunk
+from ...storage.step import StepInputs
 from ...storage.transforms import Fused
 from ..common import format_records
 
@@ -34,7 +34,7 @@ class AttendArgs(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s mask_b mask_s".split()),
         *((name, ctypes.c_int) for name in "batch heads groups tokens pages sink tail warp_groups assignment".split()),
         *((name, ctypes.c_float) for name in "scaling softcap".split()),
-        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale lacking".split()),
+        *((name, ctypes.c_void_p) for name in "raw_k q_scale k_scale score_bias".split()),
         *((name, ctypes.c_longlong) for name in "raw_b raw_h raw_s scale_h".split()),
         *_TABLES,
     ]
@@ -64,7 +64,7 @@ class TransformArgs(ctypes.Structure):
 
 class ProjectArgs(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in "q k v q_out k_out v_out q_matrix k_matrix k_center lacking".split()),
+        *((name, ctypes.c_void_p) for name in "q k v q_out k_out v_out q_matrix k_matrix k_center score_bias".split()),
         *((name, ctypes.c_longlong) for name in "q_b q_h q_s k_b k_h k_s v_b v_h v_s matrix_h".split()),
         *((name, ctypes.c_int) for name in "batch q_heads heads tokens".split()),
     ]
@@ -123,11 +123,11 @@ def set_layer_fields(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
 
 
 def append_args(
-    chunk: Chunk, store: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
+    inputs: StepInputs, store: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
-    """The argument of `append.cu`. order, count: the indices of a padded chunk's real tokens, int32 `[B, S]`, and their
-    number `[B]`."""
-    k, v, mask = chunk[1:4]
+    """The argument of `append.cu`. order, count: the indices of the real new tokens, if some are padding, int32 `[B, S]`, and
+    their number `[B]`."""
+    k, v, mask = inputs[1:4]
     args = AppendArgs(k=k.data_ptr(), v=v.data_ptr(), mask=address(mask), order=address(order), count=address(count))
     set_layer_fields(args, store)
     args.heads, args.tokens = k.shape[1:3]

@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     w.begin();
     give_record(w.values, a.tables[1], row.h);
     w.keys.begin(rows, size, size + ROWS, scale, lane);
-    w.load_lacking(a, row, row_block, scale, lane);
+    w.load_score_bias(a, row, row_block, scale, lane);
     if (takes_window) {
       window.attend(w, row_block, rows_raw, scale);
       enter_pages(w.values, w.o, lane);

@@ -66,7 +66,7 @@ struct Args {
   float scaling, softcap;
   const u8* raw_k;                 // TRANSFORMED: the untransformed new keys; `k` receives the transformed ones
   const float *q_scale, *k_scale;  // factors of channels; those of KV head h begin at h * scale_h
-  const float* lacking;            // LACKING: [B, Hq, S], added to all products of a query with keys
+  const float* score_bias;         // HAS_SCORE_BIAS: [B, Hq, S], added to all products of a query with keys
   i64 raw_b, raw_h, raw_s, scale_h;
   Parameter tables[2];  // codebooks of keys and values, or null
 

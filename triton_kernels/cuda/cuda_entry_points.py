@@ -2,8 +2,8 @@
 
 A step of one token is one launch, which also transforms queries and keys. A transform by a full matrix is an earlier launch.
 
-Triton's kernels serve long chunks and `read`. They are imported when they are first needed. If Triton cannot launch
-kernels (`toolchain.why_no_launcher`), the decode kernel serves chunks of any length, though slowly, and the reference
+Triton's kernels serve many query rows and `read`. They are imported when they are first needed. If Triton cannot launch
+kernels (`toolchain.why_no_launcher`), the decode kernel serves any number of query rows, though slowly, and the reference
 serves `read`.
 
 `attend` and `append` never wait for the GPU, so both can be captured in a CUDA graph. Only the first call of a kind
@@ -21,7 +21,7 @@ from ...storage import reference
 from ...storage.layer_spec import LayerSpec
 from ...storage.paged_store import LayerStore
 from ...storage.reference import restored, transformed_with
-from ...storage.step import Chunk, Operations
+from ...storage.step import Operations, StepInputs
 from ...storage.transforms import Transform
 from ..common import pages_due, real_tokens
 from ..config import FUSED_ROWS
@@ -79,44 +79,44 @@ class CudaOperations(Operations):
 
     launches = launches
 
-    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        return self._attend(chunk, store, append=False)[0]
+    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        return self._attend(inputs, store, append=False)[0]
 
-    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
         """One launch for one token, if `geometry.can_append`."""
-        out, unstored = self._attend(chunk, store, append=True)
+        out, unstored = self._attend(inputs, store, append=True)
         if unstored is not None:
             _append(unstored, store)
         return out
 
-    def _attend(self, chunk: Chunk, store: LayerStore, append: bool) -> tuple[torch.Tensor, Chunk | None]:
-        """The output; and the transformed chunk, or `None` if the kernel has stored it. append: whether it should; not
+    def _attend(self, inputs: StepInputs, store: LayerStore, append: bool) -> tuple[torch.Tensor, StepInputs | None]:
+        """The output; and the transformed inputs, or `None` if the kernel has stored it. append: whether it should; not
         every kernel can."""
-        if chunk.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
+        if inputs.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
             from .. import prompt
 
-            chunk = _transformed(chunk, store)
-            return restored(prompt.attend(chunk, store), store), chunk
-        kernel = kernel_for(chunk, store, append and chunk.tokens == 1)
+            inputs = _transformed(inputs, store)
+            return restored(prompt.attend(inputs, store), store), inputs
+        kernel = kernel_for(inputs, store, append and inputs.tokens == 1)
         if not store.spec.untransformed:
-            chunk = _transformed(chunk, store, keys=kernel.transform is None)
-        out, keys = kernel(chunk)
+            inputs = _transformed(inputs, store, keys=kernel.transform is None)
+        out, keys = kernel(inputs)
         if not kernel.restores:
             out = restored(out, store)
-        return out, None if kernel.appends else chunk._replace(k=keys)
+        return out, None if kernel.appends else inputs._replace(k=keys)
 
-    def append(self, chunk: Chunk, store: LayerStore) -> None:
-        _append(transformed_with(transform, chunk._replace(q=None), store), store)
+    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+        _append(transformed_with(transform, inputs._replace(q=None), store), store)
 
     def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(store, max_length)
 
-    def expect_steps(self, chunk: Chunk, store: LayerStore, masked: bool) -> None:
+    def expect_steps(self, inputs: StepInputs, store: LayerStore, masked: bool) -> None:
         """Compile the kernels that store this prompt, and those of the decode steps, during prefill."""
-        k, v = chunk.k, chunk.v
+        k, v = inputs.k, inputs.v
         expect("append.cu", append_defines(store.spec, k.shape[-1], v.shape[-1], k.dtype), k.device)
-        fused = kernel_transform(chunk.queries.shape[1] // k.shape[1], store)
-        variant = attend_variant(chunk, 1, store, fused, append=True)._replace(mask=masked)
+        fused = kernel_transform(inputs.queries.shape[1] // k.shape[1], store)
+        variant = attend_variant(inputs, 1, store, fused, append=True)._replace(mask=masked)
         expect("attend.cu", attend_macros(variant), k.device)
 
 
@@ -132,34 +132,34 @@ def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor
     return unpacked(store, max_length)
 
 
-def _transformed(chunk: Chunk, store: LayerStore, keys: bool = True) -> Chunk:
-    """The transformed chunk. keys: whether to transform its queries and keys here; otherwise the attend kernel does."""
-    if keys and _projects(chunk, store.spec):
-        return _project(chunk, store)
-    return transformed_with(transform, chunk, store, keys)
+def _transformed(inputs: StepInputs, store: LayerStore, keys: bool = True) -> StepInputs:
+    """The transformed inputs. keys: whether to transform its queries and keys here; otherwise the attend kernel does."""
+    if keys and _projects(inputs, store.spec):
+        return _project(inputs, store)
+    return transformed_with(transform, inputs, store, keys)
 
 
-def _projects(chunk: Chunk, spec: LayerSpec) -> bool:
+def _projects(inputs: StepInputs, spec: LayerSpec) -> bool:
     """Whether one launch multiplies queries and keys by their matrices, and transforms the values."""
     fused = spec.value_transform.fused
-    few_rows = 0 < chunk.k.shape[0] * chunk.query_rows <= PROJECTED_ROWS
+    few_rows = 0 < inputs.k.shape[0] * inputs.query_rows <= PROJECTED_ROWS
     return spec.key_transform.product and few_rows and fused is not None and not fused.scaled
 
 
-def _project(chunk: Chunk, store: LayerStore) -> Chunk:
+def _project(inputs: StepInputs, store: LayerStore) -> StepInputs:
     """`reference.transformed`, in one launch."""
-    (q, k, v), spec = (chunk.queries, *chunk[1:3]), store.spec
+    (q, k, v), spec = (inputs.queries, *inputs[1:3]), store.spec
     check_dtype(q)
     (batch, q_heads, tokens, head_dim_k), heads, head_dim_v = q.shape, k.shape[1], v.shape[-1]
     q, k, v, fused = aligned(q), aligned(k), aligned(v), spec.value_transform.fused
     assert fused is not None
     outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
     matrix, queries, *center = store.tensors()["key_transform"]
-    lacking = None
-    if spec.key_transform.centered and chunk.shifts_matter:
-        lacking = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    score_bias = None
+    if spec.key_transform.centered and inputs.shifts_matter:
+        score_bias = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     args = ProjectArgs(
-        *(address(x) for x in (q, k, v, *outs, queries, matrix, center[0] if center else None, lacking)),
+        *(address(x) for x in (q, k, v, *outs, queries, matrix, center[0] if center else None, score_bias)),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], matrix.stride(0) if matrix.shape[0] > 1 else 0),
         *(batch, q_heads, heads, tokens),
     )
@@ -168,12 +168,12 @@ def _project(chunk: Chunk, store: LayerStore) -> Chunk:
     blocks = products + (-(-rows * heads // (PROJECT_THREADS // 32)) if fused.rotated else 0)
     module = load("project.cu", project_defines(head_dim_k, head_dim_v, q.dtype, fused), q.device)
     _launch(module, "project", (blocks, 1, 1), PROJECT_THREADS, args)
-    return chunk._replace(q=outs[0], k=outs[1], v=outs[2] if fused.rotated else v, lacking=lacking)
+    return inputs._replace(q=outs[0], k=outs[1], v=outs[2] if fused.rotated else v, score_bias=score_bias)
 
 
-def _append(chunk: Chunk, store: LayerStore) -> None:
+def _append(inputs: StepInputs, store: LayerStore) -> None:
     """`append` for transformed keys and values."""
-    (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
+    (k, v, mask), state, spec = inputs[1:4], store.state, store.spec
     check_dtype(k)
     batch, heads, tokens, head_dim_k = k.shape
     if tokens == 0:
@@ -182,7 +182,7 @@ def _append(chunk: Chunk, store: LayerStore) -> None:
     module = load("append.cu", append_defines(spec, head_dim_k, v.shape[-1], k.dtype), k.device)
     pages = state.page_address.shape[1]
     order, count = (None, None) if mask is None or tokens == 1 else real_tokens(mask)
-    args = append_args(Chunk(None, k, v, mask), store, order, count)
+    args = append_args(StepInputs(None, k, v, mask), store, order, count)
     rows = batch * heads
     if tokens == 1:
         _launch(module, "append_one", (rows, 1, 1), 32 * APPEND_WARPS, args)

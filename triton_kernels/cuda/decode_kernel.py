@@ -1,7 +1,7 @@
-"""Launches `attend.cu` for chunks of few tokens, above all decode steps.
+"""Launches `attend.cu` for few query rows, above all decode steps.
 
-A `DecodeKernel` is compiled once for a layer and a kind of chunk. It also fills the kernel's argument, a structure, once. Each
-step sets only the fields that change.
+A `DecodeKernel` is compiled once for a layer and a shape of inputs. It also fills the kernel's argument, a structure, once.
+Each step sets only the fields that change.
 
 Words of this file: a *variant* is what a compilation depends on (`modules.AttendVariant`), a *module* a compiled and loaded
 file (`nvrtc.Module`), a *store* a layer's tensors (`LayerStore`), and *append* the storing of new tokens."""
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ...storage.paged_store import LayerState, LayerStore
-from ...storage.step import Chunk
+from ...storage.step import StepInputs
 from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
 from ..determinism import fixed_order
@@ -52,7 +52,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 def counters_for(state: LayerState, count: int) -> torch.Tensor:
     """At least `count` int32 zeros, which every launch resets to zero: the layer's `scratch`. All launches of a layer can
-    use it, because they are serial, and captured graphs keep its address. Long chunks need more counters and get a new
+    use it, because they are serial, and captured graphs keep its address. Many query rows need more counters and get a new
     tensor."""
     return state.scratch if count <= state.scratch.numel() else state.scratch.new_zeros(count)
 
@@ -73,11 +73,11 @@ def kernel_transform(rows: int, store: LayerStore) -> KernelTransform | None:
 
 
 def attend_variant(
-    chunk: Chunk, tokens: int, store: LayerStore, transform: KernelTransform | None, append: bool
+    inputs: StepInputs, tokens: int, store: LayerStore, transform: KernelTransform | None, append: bool
 ) -> AttendVariant:
-    """The variant for chunks like this one, but of `tokens` tokens. append: whether the kernel should also store the
-    chunk."""
-    q, k, v, spec = chunk.queries, chunk.k, chunk.v, store.spec
+    """The variant for inputs like these, but with `tokens` tokens. append: whether the kernel should also store the
+    tokens."""
+    q, k, v, spec = inputs.queries, inputs.k, inputs.v, store.spec
     rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
     return AttendVariant(
         spec=spec,
@@ -86,10 +86,10 @@ def attend_variant(
         dtype=q.dtype,
         rows=min(rows, 16),
         heads=heads,
-        mask=chunk.mask is not None,
-        sinks=_sinks(chunk),
-        softcap=chunk.softcap is not None,
-        lacking=spec.key_transform.centered and chunk.shifts_matter,
+        mask=inputs.mask is not None,
+        sinks=_sinks(inputs),
+        softcap=inputs.softcap is not None,
+        score_bias=spec.key_transform.centered and inputs.shifts_matter,
         transform=transform and transform.fused,
         ordered=fixed_order(),
         append=append,
@@ -99,38 +99,38 @@ def attend_variant(
     )
 
 
-def _sinks(chunk: Chunk) -> Sinks:
-    if chunk.sinks is None:
+def _sinks(inputs: StepInputs) -> Sinks:
+    if inputs.sinks is None:
         return Sinks.NONE
-    return Sinks.MODEL_DTYPE if chunk.sinks.dtype == chunk.queries.dtype else Sinks.FLOAT32
+    return Sinks.MODEL_DTYPE if inputs.sinks.dtype == inputs.queries.dtype else Sinks.FLOAT32
 
 
 class DecodeKernel:
-    """The kernel for one kind of chunk of one layer.
+    """The kernel for one shape of inputs of one layer.
 
     `kernel_for` caches it with the layer. It holds addresses of the layer's tensors, so the layer drops it when tensors
     are replaced.
 
     Args:
-        chunk: an example of that kind.
-        append: whether the kernel should also store the chunk, if it can (one token).
+        inputs: an example of that shape.
+        append: whether the kernel should also store the token, if it can (one token).
 
     Attributes:
-        appends: whether it stores the chunk.
+        appends: whether it stores the token.
         restores: whether it maps outputs back, as the value transform requires.
         transform: the transform that it applies to queries and keys, or `None`.
 
     Raises:
-        ValueError: the kernel does not compute in this dtype, or the chunk is too long.
+        ValueError: the kernel does not compute in this dtype, or there are too many tokens.
     """
 
-    def __init__(self, chunk: Chunk, store: LayerStore, append: bool):
-        q, k = chunk.queries, chunk.k
+    def __init__(self, inputs: StepInputs, store: LayerStore, append: bool):
+        q, k = inputs.queries, inputs.k
         check_dtype(q)
-        (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], chunk.v.shape[-1]
-        state, spec, rows = store.state, store.spec, chunk.query_rows
+        (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], inputs.v.shape[-1]
+        state, spec, rows = store.state, store.spec, inputs.query_rows
         self.transform = kernel_transform(rows, store)
-        variant = attend_variant(chunk, tokens, store, self.transform, append)
+        variant = attend_variant(inputs, tokens, store, self.transform, append)
         self.restores = variant.restores
         self._module, shape, self._shared, self.appends = attend_module(variant)
         row_block = 8 * shape.row_tiles
@@ -167,9 +167,9 @@ class DecodeKernel:
             set_layer_fields(self._append_args, store)
             self._append_args.heads, self._append_args.tokens = heads, tokens
 
-    def __call__(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the chunk's keys as they are stored."""
-        q, k, v, mask, scaling, softcap, sinks, _, lacking = chunk
+    def __call__(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the new keys as they are stored."""
+        q, k, v, mask, scaling, softcap, sinks, _, score_bias = inputs
         assert q is not None
         args, strides = self._args, (q.stride(), k.stride(), v.stride(), mask is not None and mask.stride())
         if strides != self._strides or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
@@ -187,7 +187,7 @@ class DecodeKernel:
         args.q, args.k, args.v, args.out = q.data_ptr(), keys.data_ptr(), v.data_ptr(), out.data_ptr()
         args.mask, args.sinks, args.scaling = address(mask), address(sinks), scaling
         args.softcap = 1.0 if softcap is None else softcap
-        args.lacking = address(lacking)
+        args.score_bias = address(score_bias)
         args.partial, args.counters = partial.data_ptr(), counters.data_ptr()
         if isinstance(args, StepArgs):
             append = self._append_args
@@ -216,9 +216,9 @@ class DecodeKernel:
             append.mask_b = args.mask_b
 
 
-def kernel_for(chunk: Chunk, store: LayerStore, append: bool) -> DecodeKernel:
-    """The kernel for chunks of this kind: the kernel that the layer has cached, or a new one. append: see `DecodeKernel`."""
-    q, k, v, mask, _, softcap, sinks, *_ = chunk
+def kernel_for(inputs: StepInputs, store: LayerStore, append: bool) -> DecodeKernel:
+    """The kernel for inputs of this shape: the kernel that the layer has cached, or a new one. append: see `DecodeKernel`."""
+    q, k, v, mask, _, softcap, sinks, *_ = inputs
     assert q is not None
     kind = (
         q.shape,
@@ -230,8 +230,8 @@ def kernel_for(chunk: Chunk, store: LayerStore, append: bool) -> DecodeKernel:
         fixed_order(),
     )
     if (kernel := store.kernels.get(kind)) is None:
-        kernel = DecodeKernel(chunk, store, append)
-        # kernels for longer chunks are not cached: there would be one per length
-        if chunk.query_rows <= FUSED_ROWS["cuda"]:
+        kernel = DecodeKernel(inputs, store, append)
+        # kernels for more query rows are not cached: there would be one per length
+        if inputs.query_rows <= FUSED_ROWS["cuda"]:
             store.kernels[kind] = kernel
     return kernel

@@ -281,7 +281,7 @@ def attend_defines(
     appends: bool = False,
     per_head: bool = False,
     restores: bool = False,
-    lacking: bool = False,
+    score_bias: bool = False,
 ) -> tuple[tuple[str, str], ...]:
     """The macros of `attend.cu`.
 
@@ -290,7 +290,7 @@ def attend_defines(
         ordered: whether warps take work tiles in a fixed order.
         appends: whether the kernel also stores the new token.
         restores: whether the kernel rotates outputs back.
-        lacking: whether a number per query is added to all of its scores (`Chunk.lacking`).
+        score_bias: whether a number per query is added to all of its scores (`StepInputs.score_bias`).
     """
     keys, values = _sides(spec, head_dim_k, head_dim_v, dtype)
     return _as_macros(
@@ -312,7 +312,7 @@ def attend_defines(
             "HAS_MASK": int(has_mask),
             "SINKS": int(sinks),
             "SOFTCAP": int(softcap),
-            "LACKING": int(lacking),
+            "HAS_SCORE_BIAS": int(score_bias),
             "ORDERED": int(ordered),
             "APPENDS": int(appends),
             "SHARED_TABLES": int(not per_head),

@@ -4,7 +4,7 @@
 quantizes queries and weights; `eval/benchmarks/snapmla_pipeline.py` is its reference. `latent_dense.cu` attends to
 content in the model's dtype.
 
-Triton's kernels (`prompt.py`) serve chunks of more than `TOKENS` tokens, more than `DENSE_ROWS` query rows over content
+Triton's kernels (`prompt.py`) serve more than `TOKENS` new tokens, more than `DENSE_ROWS` query rows over content
 in the model's dtype, and `read`. If Triton cannot launch kernels (`toolchain.why_no_launcher`), the reference does. All
 other steps are two launches, and can be captured in a CUDA graph.
 """
@@ -21,7 +21,7 @@ from ...formats import Dense, Fp8, core_matrices
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
 from ...storage.paged_store import LayerStore
-from ...storage.step import Chunk, Operations
+from ...storage.step import Operations, StepInputs
 from .. import prompt
 from ..common import real_tokens
 from ..toolchain import why_no_launcher
@@ -259,20 +259,20 @@ def _launch(
 
 
 class CudaLatentOperations(Operations):
-    """Operations of layers that store latents. k is the chunk's content `[B, 1, S, rank]`, v its RoPE part `[B, 1, S,
+    """Operations of layers that store latents. k is the new tokens' content `[B, 1, S, rank]`, v their RoPE part `[B, 1, S,
     rope]`, and q are absorbed queries `[B, Hq, S, rank + rope]`."""
 
     launches = launches
 
-    def attend(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
-        return _step(chunk, store, storing=False)
+    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+        return _step(inputs, store, storing=False)
 
-    def step(self, chunk: Chunk, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
         """In two launches."""
-        return _step(chunk, store, storing=True)
+        return _step(inputs, store, storing=True)
 
-    def append(self, chunk: Chunk, store: LayerStore) -> None:
-        _append(chunk, store)
+    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+        _append(inputs, store)
 
     def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(store, max_length)
@@ -281,16 +281,16 @@ class CudaLatentOperations(Operations):
 OPERATIONS = CudaLatentOperations()
 
 
-def _step(chunk: Chunk, store: LayerStore, storing: bool) -> torch.Tensor:
+def _step(inputs: StepInputs, store: LayerStore, storing: bool) -> torch.Tensor:
     state, spec = store.state, store.spec
-    q, k, v, mask, scaling, softcap, sinks, *_ = chunk
+    q, k, v, mask, scaling, softcap, sinks, *_ = inputs
     assert q is not None
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     too_many_rows = _exact(spec) and heads * tokens > DENSE_ROWS
     if tokens > TOKENS or too_many_rows or softcap is not None or sinks is not None:
-        out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(chunk, store)
+        out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(inputs, store)
         if storing:
-            _append(chunk, store)
+            _append(inputs, store)
         return out
     q, k, v, device = aligned(q), aligned(k), aligned(v), q.device
     rows, pages = heads * tokens, state.page_address.shape[1]
@@ -335,8 +335,8 @@ def _splits(slots: int, programs: int, kv_tiles: int) -> int:
     return min(range(1, min(kv_tiles, MAX_SPLITS) + 1), key=time)
 
 
-def _append(chunk: Chunk, store: LayerStore) -> None:
-    (k, v, mask), state, spec = chunk[1:4], store.state, store.spec
+def _append(inputs: StepInputs, store: LayerStore) -> None:
+    (k, v, mask), state, spec = inputs[1:4], store.state, store.spec
     batch, _, tokens, rank = k.shape
     if tokens == 0:
         return

@@ -1,4 +1,4 @@
-// Attention of few query rows to latents (MLA) stored in the model's dtype: `reference.attend` with the reading `latent`, formats
+// Attention of few query rows to latents (MLA) stored in the model's dtype: `reference.attend` with the attention kind `latent`, formats
 // `dense` (content) and `dense` (RoPE part) in layout `core-1`, no window. `latent_merge.cuh` completes it.
 //
 // All query heads share one latent, so a tile of 16 query rows (heads x tokens) reads it once. A CTA of four warps takes a split of a

@@ -27,8 +27,8 @@ class AttendVariant(NamedTuple):
     mask: bool
     sinks: Sinks
     softcap: bool
-    lacking: bool
-    """whether a number per query is added to all of its scores (`Chunk.lacking`)"""
+    score_bias: bool
+    """whether a number per query is added to all of its scores (`StepInputs.score_bias`)"""
     transform: Fused | None
     ordered: bool
     append: bool
@@ -53,7 +53,7 @@ def _plan(variant: AttendVariant) -> tuple[KernelShape, bool, tuple[tuple[str, s
     shape = choose_shape(spec, head_dim_k, head_dim_v, dtype, rows, heads, *limits, variant.per_head)
     appends = variant.append and can_append(spec, head_dim_k, head_dim_v, shape)
     options = {"transform": variant.transform, "ordered": variant.ordered, "appends": appends}
-    options |= {"per_head": variant.per_head, "restores": variant.restores, "lacking": variant.lacking}
+    options |= {"per_head": variant.per_head, "restores": variant.restores, "score_bias": variant.score_bias}
     return shape, appends, attend_defines(spec, head_dim_k, head_dim_v, dtype, shape, mask, sinks, softcap, **options)
 
 

@@ -135,7 +135,7 @@ struct Pages {
 #pragma unroll
         for (int i = 0; i < 4; i += EVERY) {
           const float score = SLICES > 1 ? s[k][n][i] : complete(w, s, k, n, i);
-          s[k][n][i] = Warp::capped(w.with_lacking(score, n, i & 1), cap) + w.values.exponent(k, i);
+          s[k][n][i] = Warp::capped(w.with_score_bias(score, n, i & 1), cap) + w.values.exponent(k, i);
           if (PARTIAL && 32 * (k >> 1) + lane / 4 * 4 + 2 * (k & 1) + (i >> 1) >= limit) s[k][n][i] = -INF;
         }
     w.subtract_maximum<TILES>(s);

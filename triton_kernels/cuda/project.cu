@@ -10,7 +10,7 @@ struct ProjectArgs {
   u8 *q_out, *k_out, *v_out;         // contiguous
   const float *q_matrix, *k_matrix;  // KV head h's begins at h * matrix_h; its rows are untransformed channels
   const float* k_center;             // subtracted from keys first, or null; KV head h's begins at h * matrix_h
-  float* lacking;                    // receives the products of queries with the center, or null
+  float* score_bias;                 // receives the products of queries with the center, or null
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s;  // strides in elements; of channels: 1
   i64 matrix_h;
   int batch, q_heads, heads, tokens;
@@ -25,10 +25,11 @@ struct Space {
 };
 
 // Multiplies rows `first` and up of a KV head's `rows` by a slice of a matrix. Rows are counted head by head, then token by token; each: query
-// heads of a KV head, or 1. center: subtracted from rows (or null). lacking: see `ProjectArgs`, `of_center` the KV head's center.
+// heads of a KV head, or 1. center: subtracted from rows (or null). score_bias: see `ProjectArgs`, `of_center` the KV head's center.
 __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* to, const float* matrix, int slice,
                                              i64 b_, i64 h_, i64 s_, int each, int h, int heads, int first, int rows,
-                                             int tokens, const float* center, float* lacking, const float* of_center) {
+                                             int tokens, const float* center, float* score_bias,
+                                             const float* of_center) {
   auto& x = space.x;
   auto& partial = space.partial;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, column = COLUMNS * slice + lane;
@@ -49,14 +50,14 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
     x[j][2 * c + 1] = to_float((u16)(pair >> 16)) - (center ? center[2 * c + 1] : 0.f);
   }
   __syncthreads();
-  for (int j = warp; lacking && slice == 0 && j < EACH && first + j < rows; j += WARPS) {
+  for (int j = warp; score_bias && slice == 0 && j < EACH && first + j < rows; j += WARPS) {
     float sum = 0.f;
     for (int c = lane; c < DIM; c += 32) sum += x[j][c] * of_center[c];
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     int b, head, token;
     locate(first + j, b, head, token);
-    if (lane == 0) lacking[((i64)b * heads * each + head) * tokens + token] = sum;
+    if (lane == 0) score_bias[((i64)b * heads * each + head) * tokens + token] = sum;
   }
 #pragma unroll
   for (int j = 0; j < EACH; j++) {
@@ -93,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_const
   if (cta < blocks_q * a.heads) {
     const int h = cta / blocks_q, at = cta % blocks_q;
     project_rows(space, a.q, a.q_out, a.q_matrix + h * a.matrix_h, at % BANDS, a.q_b, a.q_h, a.q_s, groups, h, a.heads,
-                 at / BANDS * EACH, rows_q, a.tokens, nullptr, a.lacking, center_of(h));
+                 at / BANDS * EACH, rows_q, a.tokens, nullptr, a.score_bias, center_of(h));
     return;
   }
   cta -= blocks_q * a.heads;

@@ -125,7 +125,7 @@ struct Row {
 struct Warp {
   float o[WV / 16][NT][4];
   float m[NT][2], l[NT][2];
-  float lacking[LACKING ? NT : 1][2];  // the number added to all scores of a query
+  float score_bias[HAS_SCORE_BIAS ? NT : 1][2];  // the number added to all scores of a query
   Keys keys;
   Values values;
 
@@ -141,20 +141,20 @@ struct Warp {
   }
 
   // scale: the factor of scores.
-  __device__ __forceinline__ void load_lacking(const Args& a, const Row& row, int row_block, float scale, int lane) {
-    if constexpr (LACKING)
+  __device__ __forceinline__ void load_score_bias(const Args& a, const Row& row, int row_block, float scale, int lane) {
+    if constexpr (HAS_SCORE_BIAS)
 #pragma unroll
       for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < COLUMNS_USED; e++) {
           const int t = lane & 3, r = SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e;
           const int token = r / a.groups, head = (row.b * a.heads + row.h) * a.groups + r % a.groups;
-          lacking[n][e] = token < a.tokens ? a.lacking[(i64)head * a.tokens + token] * scale : 0.f;
+          score_bias[n][e] = token < a.tokens ? a.score_bias[(i64)head * a.tokens + token] * scale : 0.f;
         }
   }
-  // The score plus `lacking`.
-  __device__ __forceinline__ float with_lacking(float x, int n, int e) const {
-    if constexpr (LACKING) return x + lacking[n][e];
+  // The score plus `score_bias`.
+  __device__ __forceinline__ float with_score_bias(float x, int n, int e) const {
+    if constexpr (HAS_SCORE_BIAS) return x + score_bias[n][e];
     else return x;
   }
 

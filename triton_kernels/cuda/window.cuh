@@ -82,7 +82,7 @@ struct Window {
 #pragma unroll
           for (int e = 0; e < COLUMNS_USED; e++) {
             float& x = s[j >> 1][n][2 * (j & 1) + e];
-            x = keep && c <= query[n][e] ? Warp::capped(w.with_lacking(x * scale, n, e), a.softcap) : -INF;
+            x = keep && c <= query[n][e] ? Warp::capped(w.with_score_bias(x * scale, n, e), a.softcap) : -INF;
           }
       }
       w.subtract_maximum<2>(s);

@@ -1,13 +1,13 @@
-"""Readings: what the two streams that a layer stores mean to attention.
+"""Attention kinds: what the two streams that a layer stores mean to attention.
 
 A layer stores two streams of tokens, each in its own format and width. Attention needs keys and values.
 
-    reading     stream 1            stream 2          query                         output of attention
+    kind        stream 1            stream 2          query                         output of attention
     separate    keys [D]            values [Dv]       [D]                           [Dv]
     latent      content c [L]       RoPE part r [R]   [L + R], absorbed             [L], expanded afterwards
 
 With `latent` (MLA, multi-head latent attention) the keys are `[c | r]` and the values are `c`; all query heads share
-them. A reading knows nothing of models: a `ModelSide` maps a model's queries to the stored streams, and outputs back.
+them. An attention kind knows nothing of models: a `ModelSide` maps a model's queries to the stored streams, and outputs back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from ..formats import Format
 
 
-class Reading(ABC):
+class AttentionKind(ABC):
     """Instances are immutable and named by `name`, which a `LayerSpec` carries."""
 
     name: ClassVar[str]
@@ -51,7 +51,7 @@ class Reading(ABC):
         return self.name
 
 
-class Separate(Reading):
+class Separate(AttentionKind):
     """Stream 1 holds keys, stream 2 holds values."""
 
     name = "separate"
@@ -69,7 +69,7 @@ class Separate(Reading):
             fmt.validate(width, page_size)
 
 
-class Latent(Reading):
+class Latent(AttentionKind):
     """Stream 1 holds the latent content, which is both values and the first part of keys; stream 2 the RoPE part of
     keys."""
 
@@ -101,18 +101,20 @@ class Latent(Reading):
             )
 
 
-#: every reading, by name
-READINGS: dict[str, Reading] = {reading.name: reading for reading in (Separate(), Latent())}
+#: every attention kind, by name
+ATTENTION_KINDS: dict[str, AttentionKind] = {
+    attention_kind.name: attention_kind for attention_kind in (Separate(), Latent())
+}
 
 
-def parse_reading(reading: str | Reading) -> Reading:
-    """The reading with this name. A `Reading` is returned unchanged.
+def parse_attention_kind(attention_kind: str | AttentionKind) -> AttentionKind:
+    """The attention kind with this name. An `AttentionKind` is returned unchanged.
 
     Raises:
         ValueError: the name is not known.
     """
-    if isinstance(reading, Reading):
-        return reading
-    if reading not in READINGS:
-        raise ValueError(f"reading={reading!r} is not known; allowed: {tuple(READINGS)}")
-    return READINGS[reading]
+    if isinstance(attention_kind, AttentionKind):
+        return attention_kind
+    if attention_kind not in ATTENTION_KINDS:
+        raise ValueError(f"attention_kind={attention_kind!r} is not known; allowed: {tuple(ATTENTION_KINDS)}")
+    return ATTENTION_KINDS[attention_kind]
