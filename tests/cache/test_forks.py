@@ -244,7 +244,7 @@ def test_every_fork_has_memory_of_its_own(model, monkeypatch):
                 changed = {"store", "length", "_padding", "parameters"}
                 assert not shared & changed
                 kinds = (bool, int, str, type(None), torch.dtype, torch.device)
-                read_only = {"spec", "config", "model_side", "_prepared", "filled_by", "readers", "chunk_masks"}
+                read_only = {"spec", "config", "model_side", "_prepared", "filled_by", "readers", "new_token_masks"}
                 assert all(isinstance(layer.__dict__[key], kinds) for key in shared - read_only)
 
 
