@@ -97,7 +97,7 @@ def test_keys_per_channel_do_not_warn(preset):
     assert made(preset, model_of()) == []
 
 
-def test_small_biases_and_none_do_not_warn():
+def test_modest_biases_and_none_do_not_warn():
     assert made("kv4", model_of(size=30.0)) == []
     assert made("kv4", model_of("llama")) == []
     assert made("kivi-4", model_of(), per_layer={0: "kv4"}) == [], "layer 0 has none"

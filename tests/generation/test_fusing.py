@@ -232,7 +232,7 @@ def test_small_products_of_one_input_that_changes():
         with fusion.observing(module):
             assert all(map(torch.equal, module(x.clone()), unfused))
         assert fusion.report() == "products 0/1 (: its inputs differ)"
-        fusion._ways["products", ""] = "products"  # even so
+        fusion._variants["products", ""] = "products"  # even so
         with fusion.in_force(module):
             for out, want in zip(module(x.clone()), unfused, strict=True):
                 torch.testing.assert_close(out, want)

@@ -86,15 +86,15 @@ def test_a_call_that_fails_gives_its_cache_back(model, error):
 
 def _allocates_for(monkeypatch, tokens):
     """No layer but the first has memory for more than so many tokens. Returns references to all stores."""
-    made, allocate = [], PagedStore._new_block
+    made, allocate = [], PagedStore._new_slab
 
-    def new_block(self, pages):
+    def new_slab(self, pages):
         made.append(weakref.ref(self))
         if len(made) > 1 and self.capacity > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return allocate(self, pages)
 
-    monkeypatch.setattr(PagedStore, "_new_block", new_block)
+    monkeypatch.setattr(PagedStore, "_new_slab", new_slab)
     return made
 
 
