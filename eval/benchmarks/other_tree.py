@@ -79,7 +79,10 @@ class OtherTree:
         Raises:
             ValueError: the other tree does not know a format, or its pages have another size.
         """
-        parsed = self.module("storage.layer_spec").LayerSpec.parse(spec.key)
+        kind = self.module("storage.layer_spec").LayerSpec
+        if not hasattr(kind, "attention_kind"):
+            kind.attention_kind = property(lambda each: each.reading)  # its name before
+        parsed = kind.parse(spec.key)
         ours, theirs = (each.part_bytes(*widths, dtype) for each in (spec, parsed))
         if ours != theirs:
             raise ValueError(f"{self.name} stores a page of {spec.key} in {theirs} bytes, and this tree in {ours}")

