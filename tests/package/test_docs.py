@@ -4,6 +4,7 @@ Tables that recommend presets follow the picture: no row has more bits and more 
 calibration may beat one that needs none; it must not be beaten by any.
 """
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import NamedTuple
 
 import accuracy_rows
 import pytest
+import torch
+from cases import tiny_config
 from tiny_hub import TinyHub
 
 import hf_lowbit_kv as lb
@@ -274,3 +277,23 @@ def test_humaneval_has_a_column_if_the_default_has_a_record(tmp_path):
     assert re.search(r"^\| 16 bits \|.* \| 91 \| 1.0 \|$", table, re.MULTILINE)
     assert re.search(r"^\| `int8` \|.* \| 90 \| [\d.]+ \|$", table, re.MULTILINE)
     assert re.search(r"^\| `int6` \|.* \|  \| [\d.]+ \|$", table, re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a configuration:UserWarning")
+@pytest.mark.parametrize("document", ["README.md", "docs/start.md", "docs/faq.md"])
+def test_pages_agree_below_which_length_nothing_is_saved(document):
+    shown = re.findall(r"[Bb]elow about (\d+) tokens \(`int8`: (\d+)\)", " ".join(page(document).split()))
+    assert shown == [tuple(str(50 * round(longest_larger(name) / 50)) for name in (DEFAULT_PRESET, "int8"))]
+
+
+@functools.cache
+def longest_larger(preset: str) -> int:
+    """The longest text of which a growing cache allocates more bytes than its keys and values have in 16 bits."""
+    config = tiny_config("llama", head_dim=128, num_hidden_layers=1)
+    cache, longest = lb.from_preset(preset, config, backend="cpu"), 0
+    tokens = torch.randn(1, config.num_key_value_heads, 16, 128, dtype=torch.bfloat16)
+    for length in range(16, 1600, 16):
+        cache.update(tokens, tokens, 0)
+        if cache.nbytes >= length * config.num_key_value_heads * 2 * 128 * 2:
+            longest = length
+    return longest
