@@ -4,9 +4,9 @@ A name determines the backend: the `backend=` argument of a cache, or else the e
 `HF_LOWBIT_KV_BACKEND`. A named backend that cannot run raises an error.
 
 Without a name, the device determines it (`_default_backend`). An NVIDIA GPU gets `cuda` if `cuda` supports the layer,
-otherwise `triton`. An AMD GPU gets `triton`, a CPU `cpu`, any other device `torch`. Layers that no kernel supports get
-`torch`, if they are latents or have a format registered without kernels. `torch` is slow, so the cache then warns. A
-cache's `summary()` shows the backend, and why it is not a faster one.
+otherwise `triton`. An AMD GPU gets `triton`, a CPU `cpu`, any other device `torch`. A latent, or a
+format registered without kernels, gets `torch` if no kernel supports it. Any other such layer raises `ValueError` with the
+reason. `torch` is slow, so the cache then warns. A cache's `summary()` shows the backend, and why it is not a faster one.
 
 A new backend is a class derived from `Backend` and a line in `BACKENDS`.
 """
@@ -67,7 +67,7 @@ class Backend(ABC):
 
     @abstractmethod
     def why_not(self, setup: LayerSetup) -> str | None:
-        """Why it does not support a layer, or `None`."""
+        """The reason why this backend does not support the layer, or `None`."""
 
     def missing(self) -> str | None:
         """The missing package, or `None`."""
@@ -245,8 +245,8 @@ def why_cuda_cannot_compile(capability: tuple[int, int]) -> str | None:
 
 
 def check_backend(backend: str | None) -> None:
-    """Raise if the name does not exist, or the backend is not installed. backend: `None` means the environment's name.
-    Called when a cache is created."""
+    """Raise if the name does not exist, or the backend is not installed. backend: `None` takes the name from
+    `HF_LOWBIT_KV_BACKEND`. Called when a cache is created."""
     name, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
     if name is None:
         return

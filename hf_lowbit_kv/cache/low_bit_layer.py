@@ -82,8 +82,7 @@ class LowBitLayer(CacheLayerMixin):
     first_packed = False
     #: indices of the first and the last layer that attends to the tokens of a pass; `None`: only this layer
     readers: tuple[int, int] | None = None
-    #: of several new tokens that later layers attend to, too: their padding, and which tokens see which (see
-    #: `prefill`)
+    #: masks of the new tokens, kept for later layers that attend to them: padding, and allowed pairs (see `prefill`)
     new_token_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     # `_forget` sets these and says what they count
     _in_tail: int
@@ -112,7 +111,7 @@ class LowBitLayer(CacheLayerMixin):
         self.why_not_compiled = why_gpu_launches_nothing() if self.length.fixed else None
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
-        self.guard = PassGuard()  # a cache's layers have its own
+        self.guard = PassGuard()  # `LowBitCache` replaces it by the guard that its layers share
         #: by paging, the page numbers that a cache's layers share
         self.tables: dict[Any, PageTables] = {}
         self._forget()
@@ -391,7 +390,7 @@ class LowBitLayer(CacheLayerMixin):
         ops.expect_steps(inputs, self.store, self.backend, inputs.mask is not None or GENERATE_KEEPS_MASKS)
 
     def reads_any_prompt(self) -> bool:
-        """Whether a first prompt may come whose attention is not causal: nothing is stored, and streams are keys and values."""
+        """Whether the layer accepts a non-causal prompt: it is empty and stores keys and values."""
         direct = self.spec.attention_kind.name == "separate"
         return direct and self.length.at_least == 0 and int(self.get_seq_length()) == 0
 
@@ -503,7 +502,7 @@ class LowBitLayer(CacheLayerMixin):
 
     def check(self, tokens: int | None, properties: dict[str, Any]) -> None:
         """Raise, before anything changes, if this layer cannot take this many new tokens (`None`: not known)
-        with these properties (some of `_properties`)."""
+        with these properties (some or all of `properties_of`)."""
         mode = self._current_mode()
         if tokens is not None and not torch.compiler.is_compiling():
             self._check_capacity(tokens)

@@ -150,9 +150,8 @@ class Format(Parametrized, ABC):
         pages = x.new_zeros((*x.shape[:-2], self.page_bytes(head_dim, page_size, dtype)), dtype=torch.uint8)
         arrays = self.split(pages, head_dim, page_size, dtype)
         encoded = self.encode_arrays(x, parameters)
-        if (
-            encoded.keys() != arrays.keys()
-        ):  # a page with an array of zeros would decode to a wrong text without an error
+        # a page with an array of zeros would decode to a wrong text without an error
+        if encoded.keys() != arrays.keys():
             raise ValueError(
                 f"format {self.name!r}: encode_arrays returned {', '.join(encoded)}; arrays lists {', '.join(arrays)}"
             )

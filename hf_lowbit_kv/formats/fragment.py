@@ -18,10 +18,12 @@ Numbers of e4m3 (`pairs`) are not masked but converted, two at a time: half of a
 Keys: rows are tokens, columns channels. Values: rows are channels, columns tokens. Row or column `8 j + x` (`j` = 0, 1)
 of an operand is
 
-    token   4 x + 2 h + j   of the segment: a lane's four rows are four neighbours, whose metadata is one load
-    channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`, so that a lane's channels are eight
-    neighbours,
-            as unpacked tokens are loaded as well (where 16 channels are left over: 4 (x >> 1) + 2 j + (x & 1))
+    token   4 x + 2 h + j                           of the segment
+    channel 8 (x >> 1) + 4 (c & 1) + 2 j + (x & 1)  of the 32 channels of `c`
+            4 (x >> 1) + 2 j + (x & 1)              of the last 16 channels, if 16 are left over
+
+A lane then has four neighbouring tokens, whose metadata is one load. And it has eight neighbouring channels, the order in
+which unpacked tokens are loaded, too.
 """
 
 from __future__ import annotations

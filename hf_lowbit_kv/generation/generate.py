@@ -1,6 +1,6 @@
 """`generate`: the model's own `generate` on a preallocated cache that later calls reuse.
 
-It adds four things to transformers. It sizes the cache. It keeps a cache for each kind of call. It captures decoding
+It adds four things to transformers. It sizes the cache. It keeps a cache for each kind of call. It captures decode
 steps in CUDA graphs (`recording`), or has them compiled. It makes steps that do not wait for the device
 (`decoding_loop`).
 """
@@ -54,7 +54,7 @@ def generate(
     progress: bool = True,
     **options: Any,
 ) -> Any:
-    """`model.generate` with a preallocated low-bit cache; on a GPU each decoding step is one CUDA graph.
+    """`model.generate` with a preallocated low-bit cache; on a GPU each decode step is one CUDA graph.
 
         tokens = lb.generate(model, **tokenizer(text, return_tensors="pt").to(model.device), max_new_tokens=256)
 
@@ -73,7 +73,7 @@ def generate(
             `past_key_values` it must be the preset of that cache.
         max_new_tokens: largest number of tokens to generate; or `max_length`, which includes the prompt. Default: the
             limit of the generation configuration.
-        step: how a decoding step runs on a GPU. `"recorded"` (default): the model's own step, captured in a CUDA graph;
+        step: how a decode step runs on a GPU. `"recorded"` (default): the model's own step, captured in a CUDA graph;
             ready within seconds. `"compiled"`: compiled by torch; the fastest, after a minute or two. `"eager"`: the
             model's own step. On a CPU every step is eager.
         fuse: whether recorded steps use fused kernels for norms, rotary embeddings, gates, and products of one input.
@@ -91,12 +91,12 @@ def generate(
         prefixes: a `PrefixStore`. The call reuses the stored prefix of the prompt, and stores its own tokens. The
             cache's `cached_tokens` is the number of tokens per row that came from the store. Not with
             `past_key_values`.
-        progress: whether to report on stderr that a step is compiled, or that a prompt is prefilled in chunks by default.
+        progress: whether to report on stderr when a step is compiled, or when chunks are used without being requested.
         **options: any option of `model.generate`: `do_sample`, `logits_processor`, `stopping_criteria`, `streamer`, ...
             `compile_config` implies `step="compiled"`. `prefill_chunk_size`: tokens of the prompt per chunk; `0`: the
             whole prompt; `"auto"`: as many as fit into the free memory of the GPU. Default: the whole prompt if it fits,
-            else as many as fit. To measure that, the model may read some tokens more than once, and PyTorch's peak
-            memory statistics are reset.
+            else as many as fit. The measurement may process some tokens twice, and resets PyTorch's peak memory
+            statistics.
 
     Returns:
         The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
@@ -155,7 +155,7 @@ ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if nam
 def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: Prefixes | None = None) -> Any:
     """Run `model.generate` on this cache. model: as the caller gave it, possibly wrapped."""
     inner = call.model
-    # in inference mode, transformers would make layers that cannot be emptied outside of it
+    # layers made in inference mode could not be emptied outside it
     with (
         selected(inner),
         overridden(inner, *keeping_cache(inner)),

@@ -261,8 +261,8 @@ def prefill_prompt(
 
     Args:
         options: options of `model.generate`, including the prompt.
-        report: called with a message if the prompt is read in chunks that the caller did not ask for, or is read whole
-            although the caller asked for "auto".
+        report: called with a message if the prompt is prefilled in chunks that the caller did not request, or is prefilled
+            whole although the caller requested "auto".
 
     Returns:
         Options of `model.generate` that replace the caller's: `prefill_chunk_size`, and the mask.
@@ -279,8 +279,8 @@ def prefill_prompt(
             report(f"The prompt is read whole: {rows}")
         return changes
     prefill = ChunkedPrefill(model, cache, *rows)
-    # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. But Phi models
-    # (`drop_limit`) would then read the whole text again, so they read it as whole too
+    # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. Phi models
+    # (`drop_limit`) would then process the text twice, so all their chunks use the frequencies of the full length
     automatic = size is None or size == AUTO
     with prefill_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
         if automatic:

@@ -3,8 +3,8 @@
 A round has three parts. It admits requests while rows and pages are left. It reads prompts, at most as many tokens as a
 chunk has. And it takes one decode step of all rows that have read their prompts. So a decoding row waits at most one
 chunk for its next token. Prompts are always divided at multiples of the chunk size, so the text of a request does not
-depend on its neighbours. A prompt that fits into the rest of a chunk is read before the long ones, in every second
-round at least.
+depend on its neighbours. Prompts that fit into the rest of the chunk are prefilled before longer ones. If a round
+prefills nothing of the oldest prompt, the next round begins with it.
 
 On a GPU the CPU receives the tokens of a step while the next step runs. If a row has ended with such a token, it has
 taken one step too many, and that step's token is dropped. Between prompts the CPU receives the tokens that have arrived,
@@ -59,7 +59,8 @@ class Scheduler:
             read. It is advanced only while a row is free.
         chunk_size: tokens of a prompt that are read at a time; 0: all.
         prefixes: shares full pages among requests; `None`: pages are not shared.
-        kept: texts that were read before; `None`: only caches of requests.
+        kept: prompts of the `PrefixStore` that a request may continue; `None`: only prefixes of this pool's own requests are
+            shared.
         tokenizer: for texts and stop strings, or `None`.
         look_ahead: number of waiting requests of which the first one that fits gets the next row. 1: requests begin in
             their order. No request is overtaken by more than twice as many others as there are rows.
@@ -85,7 +86,7 @@ class Scheduler:
         self.sequences: list[Sequence] = []
         self._departures = 0  # sequences that have left the pool
         self._news = 0  # times that a row's text was kept
-        self._oldest_first = False  # shorter prompts were read in the last round, and nothing of the oldest
+        self._oldest_first = False  # the last round skipped the oldest prompt
         self._stepping: list[Sequence] = []  # those that the running step of the model is for
         self._pending: deque[_Pending] = deque()
         self._late = steps.device.type == "cuda"
@@ -110,7 +111,7 @@ class Scheduler:
         return self._in(State.READING, State.DECODING)
 
     def begin(self) -> None:
-        """The model may have changed since the last round."""
+        """Prepare for a model that may have changed since the last round."""
         self.steps.begin()
         self.kept.begin()
 
@@ -232,7 +233,7 @@ class Scheduler:
         return self.kept.find(request, 0 if prefix is None else prefix.length) or prefix
 
     def _begin(self, sequence: Sequence, row: Row, state: State) -> None:
-        """The sequence has this row."""
+        """Assign the row to the sequence."""
         request, model = sequence.request, self.steps.model
         sequence.sampler = Sampler.of(model, request, sequence.number, sequence.seed)
         user_criteria = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
@@ -260,7 +261,7 @@ class Scheduler:
         return slice(start, end)
 
     def _prefill_prompts(self) -> None:
-        """Read prompts, at most as many tokens as a chunk has: those that fit into the rest of the chunk first, then the
+        """Prefill prompts, at most as many tokens as a chunk has: those that fit into the rest of the chunk first, then the
         oldest one. After a round without the oldest one, it comes first."""
         left, oldest_was_read, overtaken = self.chunk_size, False, False
         while (prefilling := self.prefilling) and (left > 0 or left == self.chunk_size):

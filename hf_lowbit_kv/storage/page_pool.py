@@ -4,7 +4,7 @@ A full page is never written to, so rows, caches, kept prompts and requests shar
 without references is free. Layers with the same paging have the same tokens in pages, so they share numbers and counts, and
 only their memory differs: `Slab` i of a pool is item i of the list `LayerState.pool` of each of these layers.
 
-An object's references end when it is collected, in any thread.
+When Python collects a `PageUser`, in whatever thread, its references are released.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Slab:
         return len(self.references)
 
     def __getstate__(self) -> int:
-        return len(self)  # holders that are copied along have their references to the copy
+        return len(self)  # users that are copied with the slab have references to the copied slab
 
     def __setstate__(self, pages: int) -> None:
         self.__init__(pages)  # type: ignore[misc]
 
     @property
     def owner(self) -> PageUser | None:
-        """The oldest living user: the memory counts there, and no other user takes free pages."""
+        """The oldest living user. The slab's memory is counted for it, and only it takes the slab's free pages."""
         with _lock:
             return next((user for ref in tuple(self._users) if (user := ref()) is not None), None)
 
@@ -59,7 +59,7 @@ class PageUser:
         """Have these references instead of the present ones.
 
         Args:
-            uses: whether the slabs' memory may count here.
+            uses: whether the slabs' memory may be counted for this object.
         """
         with _lock:
             for slab, counts in acquired.items():
@@ -102,7 +102,7 @@ def located(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 class Change(NamedTuple):
-    """What a new version of `PageTables` differs in from the one before it."""
+    """How a version of `PageTables` differs from the one before."""
 
     chosen: np.ndarray | None
     """int64 `[B]`: row `b` was row `chosen[b]`; `None`: rows are where they were"""
@@ -168,11 +168,11 @@ class PageTables(PageUser):
         self._set([*self.slabs, slab], np.concatenate([self.table, new], axis=1))
 
     def choose(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> None:
-        """Row `b` becomes row `rows[b]`, and shares its full pages. `None`: rows stay. Each entry that names no full page then
-        has a page that no other entry names, with the bytes of the one before it if that has some.
+        """Replace row `b` by row `rows[b]` and share its full pages. Give every other entry a page of its own; a partial page
+        is copied into it.
 
         Args:
-            paged: int64 `[B]`: tokens in pages of each row, as it becomes.
+            paged: int64 `[B]`: tokens in pages of each new row. rows: `None` keeps the order.
         """
         before = self.table if rows is None else self.table[rows]
         full = np.arange(self.width) < (paged // page_size)[:, None]
@@ -198,8 +198,8 @@ class PageTables(PageUser):
         """Nothing is stored. Use pages of these slabs.
 
         Args:
-            ids: int64 `[B, P]`: page numbers through these slabs. lasting: bool `[B, P]`: the entries that name them; all
-                others get pages of a new slab, which comes first.
+            ids: int64 `[B, P]`: page numbers through these slabs. lasting: bool `[B, P]`: entries that use a page of
+                `slabs`; the others get a page of a new slab, which comes first.
         """
         count = int((~lasting).sum())
         own = max(count, 0 if lasting.any() else 1)  # without rows, too, there is a slab
@@ -227,8 +227,8 @@ class PageTables(PageUser):
         self._count()
 
     def _owned(self, slabs: list[Slab], table: np.ndarray, full: np.ndarray) -> tuple[list[Slab], np.ndarray]:
-        """Slabs and a table in which each entry that is not `full` names a page for itself: its present one if that is
-        possible (-1: it has none), else a free one. A slab is added if too few are free."""
+        """Return slabs and a table. Entries outside `full` get exclusive pages: the present page if possible (-1: none),
+        otherwise a free one. A new slab supplies missing pages."""
         usable = np.concatenate([np.zeros(0, dtype=bool), *map(self._usable, slabs)])
         usable[table[full]] = False
         wanted = ~full
@@ -365,7 +365,7 @@ class PagePool(PageUser):
         return index
 
     def detach(self) -> list[int]:
-        """Forget attached slabs to whose pages nothing here has a reference. Returns their places."""
+        """Forget attached slabs to whose pages nothing here has a reference. Returns their indices in `slabs`."""
         gone = [slab for slab in self.attached if not self.acquired[slab].any()]
         if gone:
             self.set_references({slab: counts for slab, counts in self.acquired.items() if slab not in gone})

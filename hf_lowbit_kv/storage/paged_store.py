@@ -246,7 +246,8 @@ class PagedStore(LayerStore):
 
         Args:
             memory: uint8 `[n, H, page_bytes]` each. slabs: their counts; `None`: they are used only here.
-            table: int64 `[B, P]`: pages, numbered across the slabs. lasting: bool `[B, P]`: which of these are full.
+            table: int64 `[B, P]`: page numbers through these slabs. lasting: bool `[B, P]`: entries that use a page of
+                `slabs`; the others get a page of a new slab.
             width: pages of each row.
         """
         with self._changing() as first:

@@ -1,10 +1,10 @@
 """The definition of every result, in plain PyTorch: attention over a layer's state, and storing new tokens in it.
 
-The functions take queries, keys and values as the model made them, and apply the layer's transforms (`transformed`,
-`restored`).
+Public operations take queries, keys and values as the model made them, and apply the layer's transforms (`transformed`,
+`restored`). Functions with `_` take transformed tensors.
 
-Kernels are tested against this file. It runs on any device, computes in float32, and unpacks only a stretch of the history
-at a time. It may read lengths back from the device; kernels must not.
+Kernels are tested against this file. It runs on any device, computes in float32, and unpacks the stored tokens stretch by
+stretch. It may read lengths back from the device; kernels must not.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .paged_store import LayerState, LayerStore, read_pages
 from .step import Operations, StepInputs
 from .transforms import Transform
 
-#: tokens of history unpacked at a time
+#: stored tokens of a stretch, which are unpacked together
 STRETCH_TOKENS = 4096
 #: query tokens attended at a time
 QUERY_BLOCK = 512
 
 
 class _Softmax:
-    """Running softmax-weighted sum over segments of keys and values (flash attention's recurrence, float32)."""
+    """Running softmax-weighted sum over stretches of keys and values (flash attention's recurrence, float32)."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class _Softmax:
         self.out: torch.Tensor | None = None
 
     def add(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> None:
-        """Keys and values `[B, H, n, D]`; `valid` bool `[B, n]` (any query) or `[B, S, n]` (per query token)."""
+        """Keys and values `[B, H, T, D]`; `valid` bool `[B, T]` (all queries) or `[B, n, T]` (per query token)."""
         scores = self.q @ k.float().transpose(-1, -2)
         if self.score_bias is not None:
             scores = scores + self.score_bias
@@ -68,7 +68,7 @@ class _Softmax:
         self.max = new_max
 
     def result(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """`[B, S, Hq, D]`; zero for queries that attended to nothing."""
+        """`[B, n, Hq, D]`; zero for queries that attended to nothing."""
         assert self.out is not None
         total, out = self.sum, self.out
         if sinks is not None:  # one more logit per query head, without a value
@@ -94,8 +94,8 @@ def transform(
 
 
 def transformed_with(kernel: Callable, inputs: StepInputs, store: LayerStore, keys: bool = True) -> StepInputs:
-    """`transformed`, where `kernel` (a replacement of `transform`) applies the transforms that kernels can apply
-    (`Transform.fused`). keys: whether to transform queries and keys too."""
+    """Like `transformed`, but calls `kernel` instead of `transform` for transforms with `fused` set. keys: whether to
+    transform queries and keys too."""
     spec = store.spec
     if spec.untransformed:
         return inputs
@@ -232,8 +232,8 @@ def _unpack(pages: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch
 
 
 def tail_index(store: LayerStore) -> torch.Tensor:
-    """int `[B, tail_size]`: the index of the newest token that is, or was, in each slot of the ring. An index
-    below a row's `paged` means that the token is no longer in the tail."""
+    """int `[B, tail_size]`: the index of the token written last to each slot; -1: none. If it is below the row's `paged`, a
+    page has the token now."""
     spec = store.spec
     newest = store.state.length[:, :1] - spec.sink - 1
     slot = torch.arange(spec.tail_size, device=newest.device)
@@ -241,7 +241,7 @@ def tail_index(store: LayerStore) -> torch.Tensor:
 
 
 def _store_row(keys, values, row: int, tokens: int, paged: int, store: LayerStore) -> None:
-    """Put one row's new tokens `[H, n, D]`, the last of `tokens`, into its pages and tail."""
+    """Store a row's new tokens `[H, n, D]` in its pages and tail. tokens: the row's count afterwards, without the sink."""
     state, spec = store.state, store.spec
     first = tokens - keys.shape[1]  # index of the first new token
     slots = torch.arange(paged, first, device=keys.device) % max(spec.tail_size, 1)
@@ -309,9 +309,8 @@ def plain_attention(
     `mask`: bool or additive, broadcastable to `[B, Hq, S, n]`, or `None`: every query attends to every key. score_bias: see
     `StepInputs`.
     """
-    if (
-        q.shape[2] > 1
-    ):  # the query heads of one token are rows of one product; repeated keys would be larger than its scores
+    # one query token: its heads are rows of one product, so keys need no repetition
+    if q.shape[2] > 1:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     rows = q.shape[:3]

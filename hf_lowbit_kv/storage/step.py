@@ -13,7 +13,7 @@ from .paged_store import LayerStore
 class StepInputs(NamedTuple):
     """The new tokens of a forward pass in one layer, and how their queries attend.
 
-    If the attention kind is not `separate`, k and v are the two streams, and q has the width of `AttentionKind.widths`.
+    For a latent, k and v are its content and its RoPE part, and q has the width of `AttentionKind.widths`.
     """
 
     q: torch.Tensor | None
@@ -33,12 +33,13 @@ class StepInputs(NamedTuple):
     seen: int | None = None
     """upper bound of the stored tokens per row, if Python knows one; changes no result"""
     score_bias: torch.Tensor | None = None
-    """float32 `[B, Hq, n]`, added to all q.k of a query: the part that transformed keys do not have (`Transform.score_bias`).
+    """float32 `[B, Hq, n]`, added to all scores of a query: the part of q.k that the key transform removes
+    (`Transform.score_bias`).
     `None`: nothing, or it would not change the result"""
 
     @property
     def queries(self) -> torch.Tensor:
-        """`q` of tokens that attend (tokens that are only stored have none)."""
+        """`q`, which must not be `None`."""
         assert self.q is not None
         return self.q
 
@@ -64,7 +65,7 @@ class StepInputs(NamedTuple):
 
     @property
     def shifts_matter(self) -> bool:
-        """Whether a number that is added to all scores of a query changes its result."""
+        """True if adding one number to all scores of a query changes the result."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -75,7 +76,7 @@ class Operations(ABC):
     transforms.
     """
 
-    #: whether there may be fewer queries than new tokens. Others get queries of zeros for the tokens before
+    #: whether there may be fewer queries than new tokens. If False, the caller adds zero queries for the earlier tokens
     takes_few_queries: ClassVar[bool] = False
 
     @abstractmethod

@@ -6,8 +6,8 @@ map:
     keys      k' = k M      queries get the counterpart, q' = q M^-T      so that q' . k' = q . k
     values    v' = v M      the output is mapped back, o = o' M^-1
 
-A transform of keys may first take off a center: k' = (k - c) M. All scores of a query then lack the same number, q . c,
-which does not change a softmax. `Transform.score_bias` adds it where it does: with a softcap, and beside the logit of a sink.
+A transform of keys may first take off a center: k' = (k - c) M. Every score of a query is then too small by
+q . c. Softmax ignores that; with a softcap or sink logits `Transform.score_bias` adds it back.
 
 A rotation spreads a few large channels over all channels, so that few bits store them better. Factors make channels
 alike. `+` joins transforms: "smooth+hadamard" divides by factors first, then rotates.
@@ -82,7 +82,7 @@ class Transform(Parametrized, ABC):
         return False
 
     def own_inverse(self, head_dim: int) -> bool:
-        """Whether it is a rotation (`fused`, without factors) that maps what it has mapped back, but for rounding."""
+        """Whether it is a rotation (`fused`, without factors) that returns the input if applied twice, but for rounding."""
         return False
 
     @property
