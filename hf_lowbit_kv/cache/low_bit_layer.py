@@ -124,8 +124,9 @@ class LowBitLayer(CacheLayerMixin):
         """Allocate for the batch size, heads, head sizes, dtype and device of these states `[B, H, S, D]`."""
         heads, head_dims = key_states.shape[1], (key_states.shape[-1], value_states.shape[-1])
         if self.num_kv_heads is not None and heads not in (self.num_kv_heads, self.num_kv_heads / self.tp_size):
+            per_rank = f", {self.num_kv_heads / self.tp_size:g} per rank" if self.tp_size > 1 else ""
             raise ValueError(
-                f"num_kv_heads={heads} came in, and the cache was made for a model with {self.num_kv_heads}: "
+                f"got num_kv_heads={heads}, but the cache is for a model with {self.num_kv_heads}{per_rank}: "
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
@@ -217,7 +218,7 @@ class LowBitLayer(CacheLayerMixin):
         seen = self.get_seq_length()
         if query_length == 0:
             raise ValueError(
-                f"no new token came in, and the cache holds {int(seen)}: pass the full text so far plus the new "
+                f"got no new token, but the cache holds {int(seen)}: pass the full text so far plus the new "
                 "tokens, or call reset() to begin another text"
             )
         if not torch.compiler.is_compiling():
@@ -510,9 +511,7 @@ class LowBitLayer(CacheLayerMixin):
             return
         for name, (new, old) in self._misfits(properties).items():
             if int(self.get_seq_length()) > 0:
-                raise ValueError(
-                    f"{name} {new} came in, and the cache holds {old}: use another cache, or reset() it first"
-                )
+                raise ValueError(f"got {name} {new}, but the cache holds {old}: use another cache, or reset() it first")
         if self._mode not in (None, mode) and (mode == "packed" or self.holds_padded_rows()):
             raise ValueError(
                 f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "

@@ -18,7 +18,7 @@ INTERRUPTED = "the last forward pass was interrupted: {}; reset() the cache and 
 def another_text(tokens: int, seen: int) -> str:
     """The message for a prompt of `tokens` tokens that is not longer than what the cache holds."""
     return (
-        f"a prompt of {tokens} tokens came in, and the cache holds {seen} already: pass the full text so far plus the new "
+        f"got a prompt of {tokens} tokens, but the cache holds {seen} already: pass the full text so far plus the new "
         "tokens. Call cache.reset() to begin another text; lb.generate without a cache begins one itself"
     )
 
@@ -26,7 +26,7 @@ def another_text(tokens: int, seen: int) -> str:
 def same_text_again(tokens: int, seen: int) -> str:
     """The message for a text of `tokens` tokens that is passed whole, although the cache holds its beginning."""
     return (
-        f"a text of {tokens} tokens came in whole, and the cache holds {seen} already: with use_cache=False each step would "
+        f"got a whole text of {tokens} tokens, but the cache holds {seen} already: with use_cache=False each step would "
         "store the whole text again. If that comes from the checkpoint, set model.generation_config.use_cache = True, or pass "
         "use_cache=True to generate"
     )

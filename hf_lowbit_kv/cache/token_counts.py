@@ -247,7 +247,7 @@ class FixedLength(Length):
         self._compared = False
         if self.at_least + tokens > self.capacity:
             raise ValueError(
-                f"max_cache_len={self.capacity} is too small: {self.at_least} tokens are stored and {tokens} came in"
+                f"max_cache_len={self.capacity} is too small: the cache holds {self.at_least} tokens and got {tokens} more"
             )
 
 

@@ -224,15 +224,15 @@ def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: 
 def _check_cache(cache: Any, preset: str | None, call: Call) -> LowBitCache:
     """The caller's cache. Raises if it does not have this preset, if one is given, or if this turn does not fit."""
     if not isinstance(cache, LowBitCache) or capacity(cache) < 0:
+        growing = " without max_cache_len" if isinstance(cache, LowBitCache) else ""
         raise ValueError(
-            "past_key_values must be a low-bit cache made with max_cache_len=...; pass other caches to model.generate"
+            f"past_key_values is a {type(cache).__name__}{growing}; it must be a low-bit cache made with max_cache_len=...; "
+            "pass other caches to model.generate"
         )
     if preset is not None:
         reason = why_not_of(preset, cache.preset, [layer.spec for layer in cache.packed_layers])
         if reason is not None:
-            raise ValueError(
-                f"past_key_values has {reason}: leave preset= away, or leave past_key_values= away for a new cache"
-            )
+            raise ValueError(f"past_key_values has {reason}: omit preset=, or omit past_key_values= to get a new cache")
     if capacity(cache) < call.length:
         raise ValueError(
             f"past_key_values has max_cache_len={capacity(cache)}, and this turn ends at {call.length} tokens: give the first "

@@ -276,7 +276,7 @@ def prefill_prompt(
         rows = "output_hidden_states needs all its tokens"
     if isinstance(rows, str):
         if size == AUTO:
-            report(f"The prompt is read whole: {rows}")
+            report(f"The prompt is prefilled whole: {rows}")
         return changes
     prefill = ChunkedPrefill(model, cache, *rows)
     # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. Phi models
@@ -287,13 +287,13 @@ def prefill_prompt(
             device_memory = memory_of(model)
             if isinstance(device_memory, str):
                 if size == AUTO:
-                    report(f"The prompt is read whole: {device_memory}")
+                    report(f"The prompt is prefilled whole: {device_memory}")
                 return changes
             if (size := prefill.largest_chunk(device_memory, measure_always=size == AUTO)) is None:
                 return changes
             report(
-                f"The prompt of {len(prefill.ids)} x {prefill.ids.shape[1]} tokens is read in chunks of {size}: the whole "
-                "prompt needs more memory than the GPU has free (prefill_chunk_size=0 reads it whole)"
+                f"The prompt of {len(prefill.ids)} x {prefill.ids.shape[1]} tokens is prefilled in chunks of {size} "
+                "tokens: the whole prompt needs more memory than the GPU has free (prefill_chunk_size=0 prefills it whole)"
             )
         prefill.advance_in_chunks(size)
     return {"prefill_chunk_size": None, "attention_mask": prefill.mask[:: return_sequences(model, options)]}
@@ -307,7 +307,7 @@ def token_rows(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor, to
     if mask is None:
         padding = setting(model, options, "pad_token_id")
         if padding is not None and bool((ids == padding).any()):
-            return "transformers may treat its padding tokens as padding"
+            return f"it contains pad_token_id={padding} and no attention_mask was passed"
         mask = torch.ones_like(ids)
     sequences = return_sequences(model, options)  # transformers repeats rows in this order
     return ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)

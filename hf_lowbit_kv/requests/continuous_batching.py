@@ -79,8 +79,8 @@ class PackedCache(PagedAttentionCache):
             rope.refuse_row(limit)
         if not self.steps.pool.could_ever_fit(limit):
             raise ValueError(
-                f"the prompt has {len(state.initial_tokens)} tokens and {state.max_new_tokens} may be written: that does not "
-                f"fit, a row may hold {self.steps.pool.longest} tokens"
+                f"{len(state.initial_tokens)} prompt tokens plus max_new_tokens={state.max_new_tokens} exceed the "
+                f"{self.steps.pool.longest} tokens of a row"
             )
         self._limits[state.request_id] = limit
 

@@ -115,8 +115,8 @@ class RequestLoop:
             raise ValueError(f"num_return_sequences={request.sequences} is not allowed here; it must be 1")
         if not self.pool.could_ever_fit(request.limit):
             raise ValueError(
-                f"the prompt has {len(request.prompt_ids)} tokens and {request.new_tokens} may be written: that does not fit, "
-                f"a row may hold {self.pool.longest} tokens"
+                f"{len(request.prompt_ids)} prompt tokens plus max_new_tokens={request.new_tokens} exceed the "
+                f"{self.pool.longest} tokens of a row"
             )
         ticket = Ticket(request, done, self._cancelled)
         with self._guard:

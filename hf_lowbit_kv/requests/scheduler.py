@@ -201,8 +201,8 @@ class Scheduler:
 
     def _refuse(self, request: Request, number: int) -> None:
         error = ValueError(
-            f"the prompt has {len(request.prompt_ids)} tokens and {request.new_tokens} may be written: that does not fit, a "
-            f"row of this pool may hold {self.pool.max_length} tokens (memory=, max_new_tokens=)"
+            f"{len(request.prompt_ids)} prompt tokens plus max_new_tokens={request.new_tokens} exceed the "
+            f"{self.pool.max_length} tokens of a row: lower max_new_tokens or raise memory="
         )
         result = self._result(request, number)
         result.finish_reason, result.error = "error", described(error)

@@ -340,7 +340,7 @@ class PagePool(PageUser):
                 slab, of_slab = self.slabs[number], indices[slabs == number]
                 for counts in (self.acquired[slab], slab.references):
                     np.add.at(counts, of_slab, change)
-                assert (self.acquired[slab][of_slab] >= 0).all(), "a free page was released"
+                assert (self.acquired[slab][of_slab] >= 0).all(), f"a free page of {pages=} was released"
 
     # ---- slabs of others -----------------------------------------------------------------------------------------
 

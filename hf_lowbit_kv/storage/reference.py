@@ -287,11 +287,12 @@ def _write_tokens(
 
 def _page(state: LayerState, page_id: int) -> torch.Tensor:
     """The bytes of one page, `[H, page_bytes]`, to write to."""
+    index = page_id
     for slab in state.pool:
-        if page_id < slab.shape[0]:
-            return slab[page_id]
-        page_id -= slab.shape[0]
-    raise IndexError(f"page_id={page_id} is beyond the pool")
+        if index < slab.shape[0]:
+            return slab[index]
+        index -= slab.shape[0]
+    raise IndexError(f"page_id={page_id} is not in the pool of {page_id - index} pages")
 
 
 def plain_attention(

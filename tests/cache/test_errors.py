@@ -162,9 +162,9 @@ def test_a_change_mid_way_leaves_the_cache_as_it_was(model, max_cache_len):
         "device meta": state.to("meta"),
     }
     for message, key in wrong.items():
-        with pytest.raises(ValueError, match=f"{message} came in, and the cache holds"):
+        with pytest.raises(ValueError, match=f"got {message}, but the cache holds"):
             layer.update(key, state)
-    with pytest.raises(ValueError, match="batch size 2 came in, and the cache holds 1"):
+    with pytest.raises(ValueError, match="got batch size 2, but the cache holds 1"):
         _next_logits_of_two_rows(model, cache)
     assert torch.equal(next_logits(model, cache), next_logits(model, filled(model, max_cache_len=max_cache_len)))
 
@@ -177,7 +177,7 @@ def _next_logits_of_two_rows(model, cache):
 def test_more_tokens_than_max_cache_len(model):
     cache = filled(model, max_cache_len=81)
     next_logits(model, cache)
-    with pytest.raises(ValueError, match="max_cache_len=81 is too small: 81 tokens are stored and 1 came in"):
+    with pytest.raises(ValueError, match="max_cache_len=81 is too small: the cache holds 81 tokens and got 1 more"):
         next_logits(model, cache)
     assert int(cache.get_seq_length()) == 81
 
@@ -188,7 +188,7 @@ def test_a_prompt_without_a_token_after_what_is_stored(model, max_cache_len):
     prompt, another = torch.arange(40)[None] + 3, torch.arange(20)[None] + 50
     options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
     text = model.generate(prompt, **options)
-    with pytest.raises(ValueError, match=r"no new token came in, and the cache holds 44.*reset\(\)"):
+    with pytest.raises(ValueError, match=r"got no new token, but the cache holds 44.*reset\(\)"):
         model.generate(another, **options)
     assert int(cache.get_seq_length()) == 44
     continued = model.generate(text, **options)

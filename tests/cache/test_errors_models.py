@@ -89,7 +89,7 @@ def test_another_models_layer_count(model):
 def test_another_models_head_count(model):
     other, _ = tiny_models("llama", num_key_value_heads=1)
     cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
-    with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
+    with pytest.raises(ValueError, match="got num_kv_heads=1, but the cache is for a model with 2"):
         next_logits(other, cache)
     assert cache.get_seq_length() == 0
 
@@ -109,7 +109,7 @@ def test_head_count_of_distributed_models(model, how, tmp_path):
             next_logits(other, cache)
             assert cache.layers[0].store.num_heads == 1
             return
-        with pytest.raises(ValueError, match="num_kv_heads=1 came in, and the cache was made for a model with 2"):
+        with pytest.raises(ValueError, match="got num_kv_heads=1, but the cache is for a model with 2"):
             next_logits(other, cache)
     finally:
         model.config.__dict__.pop("distributed_config", None)

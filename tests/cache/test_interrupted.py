@@ -202,7 +202,7 @@ def test_a_text_that_is_read_whole_in_every_step_is_refused():
     model.generate(ids, past_key_values=cache, **GREEDY)
     whole = torch.cat([ids, ids], 1)
     with (
-        pytest.raises(ValueError, match=r"a text of 80 tokens came in whole, and the cache holds 43 already"),
+        pytest.raises(ValueError, match=r"got a whole text of 80 tokens, but the cache holds 43 already"),
         torch.no_grad(),
     ):
         model(whole, past_key_values=cache, use_cache=False, position_ids=torch.arange(80)[None])

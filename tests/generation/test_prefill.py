@@ -118,7 +118,7 @@ def test_a_prompt_that_does_not_fit_is_read_in_the_largest_chunks_that_do(model,
     got = ours(model, ids, mask, prefill_chunk_size=size)
     assert torch.equal(got, stock(tiny_models("llama")[1], ids, mask))
     assert prompts(fake) == [384, 384, 132]
-    assert f"{rows} x 900 tokens is read in chunks of 384" in capsys.readouterr().err
+    assert f"{rows} x 900 tokens is prefilled in chunks of 384 tokens" in capsys.readouterr().err
     ours(model, ids, mask, prefill_chunk_size=size, progress=False)
     assert capsys.readouterr().err == ""
 
@@ -172,7 +172,7 @@ def test_states_of_all_tokens_want_the_prompt_whole(model, memory, capsys):
     options = {"output_hidden_states": True, "return_dict_in_generate": True}
     out = ours(model, ids, mask, prefill_chunk_size="auto", **options)
     assert prompts(fake) == [TOKENS]
-    assert "read whole: output_hidden_states" in capsys.readouterr().err
+    assert "prefilled whole: output_hidden_states" in capsys.readouterr().err
     assert out.hidden_states[0][-1].shape[1] == TOKENS
 
 
@@ -215,7 +215,7 @@ def test_masks_of_sliding_layers_count(memory):
 def test_a_cpu_says_that_it_reads_whole(model, capsys):
     ids, mask = left_padded(1, 300)
     assert torch.equal(ours(model, ids, mask, prefill_chunk_size="auto"), ours(model, ids, mask))
-    assert "read whole: memory is measured only on GPUs" in capsys.readouterr().err
+    assert "prefilled whole: memory is measured only on GPUs" in capsys.readouterr().err
 
 
 def test_ranks_of_tensor_parallelism_do_not_choose_sizes(model, monkeypatch):

@@ -302,7 +302,10 @@ def test_a_full_cache_is_refused_by_replays_too(model, graphs):
     cache = lb.from_preset("kivi-2", model, max_cache_len=30)
     step = recording.recorded_step(cache, model.device, fuse=False)
     decoding = decoding_loop.decoding_with(model, cache, step)
-    with decoding, pytest.raises(ValueError, match="max_cache_len=30 is too small: 30 tokens are stored and 1 came in"):
+    with (
+        decoding,
+        pytest.raises(ValueError, match="max_cache_len=30 is too small: the cache holds 30 tokens and got 1 more"),
+    ):
         model.generate(ids, past_key_values=cache, max_new_tokens=20, **GREEDY)
     assert replays(graphs) == [9]
     assert int(cache.get_seq_length()) == 30

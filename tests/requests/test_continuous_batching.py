@@ -148,7 +148,7 @@ def test_the_history_is_never_unpacked_to_16_bits(models, ours, monkeypatch):
 def test_a_request_that_never_fits_gets_its_own_error(models, ours):
     small, large, other = written(ours, [prompt(40), prompt(900), prompt(50)], num_blocks=4)
     check(models[1], [small, other])
-    assert "the prompt has 900 tokens and 20 may be written" in large.error
+    assert "900 prompt tokens plus max_new_tokens=20 exceed the" in large.error
     assert large.generated_tokens == []
 
 

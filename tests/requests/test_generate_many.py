@@ -323,7 +323,7 @@ def test_a_request_that_does_not_fit_gets_an_error(model, texts):
     options = {"max_new_tokens": 20, "do_sample": False, "memory": small}
     found = lb.generate_many(model, texts[:4], "dense", **options, **FIXED)
     assert [result.finish_reason for result in found] == ["length", "length", "length", "error"]
-    assert "the prompt has 300 tokens and 20 may be written: that does not fit" in found[3].error
+    assert "300 prompt tokens plus max_new_tokens=20 exceed the" in found[3].error
     assert tokens_of(found[:3]) == [one_row(model, text, "dense") for text in texts[:3]]
 
 

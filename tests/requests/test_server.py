@@ -164,8 +164,8 @@ def test_stop_ends_the_row(served, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 10**7}, "that does not fit, a row may hold"),
-        ({"max_tokens": 10**7, "stream": True}, "that does not fit, a row may hold"),
+        ({"max_tokens": 10**7}, "prompt tokens plus max_new_tokens=10000000 exceed the"),
+        ({"max_tokens": 10**7, "stream": True}, "prompt tokens plus max_new_tokens=10000000 exceed the"),
         ({"max_tokens": 0}, "max_tokens=0 is not allowed"),
         ({"n": 2}, "n=2 cannot be honoured"),
         ({"logprobs": True}, "logprobs=True cannot be honoured"),
