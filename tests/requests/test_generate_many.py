@@ -547,7 +547,7 @@ def test_a_request_that_can_never_fit_gets_no_memory(model, texts, pools, tokens
     found = lb.generate_many(model, [good[0], bad, *good[1:]], "dense", **options)
     assert tokens_of(found[:1] + found[2:]) == tokens_of(without)
     assert [result.error is None for result in found] == [True, False, True, True]
-    assert "does not fit" in found[1].error
+    assert "tokens of a row: lower max_new_tokens or raise memory=" in found[1].error
     assert pools[1].bytes < 1.1 * pools[0].bytes
 
 
@@ -793,7 +793,7 @@ def test_more_tokens_than_the_model_has_positions_are_refused(model):
     for given in (requests, iter(requests)):
         for result in lb.generate_many(model, given, max_rows=1, **FIXED):
             assert (result.finish_reason, result.generated_tokens) == ("error", [])
-            assert f"a row of this pool may hold {most + 2} tokens" in result.error
+            assert f"exceed the {most + 2} tokens of a row" in result.error
 
 
 def test_the_code_of_the_page_runs(model, capsys, monkeypatch, tmp_path):
@@ -807,4 +807,4 @@ def test_the_code_of_the_page_runs(model, capsys, monkeypatch, tmp_path):
         exec(compile(block.replace("max_new_tokens=200", "max_new_tokens=8"), "many-requests.md", "exec"), known)
     out = capsys.readouterr().out
     assert all(f"q{number} " in out for number in range(4))
-    assert "does not fit" in out
+    assert "lower max_new_tokens or raise memory=" in out

@@ -9,8 +9,8 @@
 //
 // With heads of more than 256 channels two warps attend together. "Worker" means such a pair, or one warp (`exchange.cuh`).
 //
-// The scheduler prefers older warps, which therefore run ahead. So consecutive warps belong to different warp groups: each group has
-// older and younger warps.
+// The GPU's warp scheduler prefers warps with low indices, so these finish earlier. So consecutive warps belong to different warp groups: each
+// group has warps with low and with high indices.
 //
 // The instruction m16n8k16 computes q k^T and p v. Its left operand is the stored tokens, its eight columns are query rows (heads x tokens).
 // Lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
@@ -43,8 +43,8 @@ __device__ __forceinline__ void fill_tables(const Args& a, u32 tables, int h, in
   commit();
 }
 
-// The number of workers of a warp group that attend to the window segments of its split. Only as few workers as are needed do this, so that the others
-// start with pages. The window comes first: afterwards these workers take fewer work tiles than the others, which balances the load.
+// The number of workers of a warp group that attend to the window segments of its split. No more workers than necessary do this; the others
+// start with pages at once. The window comes first: afterwards these workers take fewer work tiles than the others, which balances the load.
 __device__ __forceinline__ int workers_for_window(int segments, int work_tiles) {
   return min(segments,
              max(1, min((int)__fdividef((float)(WORKERS * segments + work_tiles), (float)(work_tiles + 1)), WORKERS)));
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   const int row_block = blockIdx.y, real_rows = min(a.groups * a.tokens - row_block * ROWS, ROWS);
   const float scale = a.scaling * (SOFTCAP ? 1.f : LOG2E);
 
-  // The warp group's first split. Under the schedules for rows of one length (`uniform_row`), its row is known before lengths are loaded. Then its
-  // queries are loaded before any copy starts. If lengths differ after all, `Plan` computes the split.
+  // The warp group's first split. If the schedule is for rows of one length (`uniform_row`), its row is known before lengths are loaded. Its
+  // queries are then loaded before any copy starts. If lengths differ after all, `Plan` computes the split.
   Split split;
   Queries queries;
   int b, h;

@@ -62,7 +62,7 @@ struct Args {
   int* counters;                                                    // [row blocks, B * H], zero before and after
   i64 q_b, q_h, q_s, k_b, k_h, k_s, v_b, v_h, v_s, mask_b, mask_s;  // strides in elements; of channels: 1
   int batch, heads, groups, tokens, pages, sink, tail, warp_groups,
-      assignment;  // `geometry.Assignment.encoded`; read only by the functions below
+      assignment;  // `geometry.Assignment.encoded`; decoded by the functions below
   float scaling, softcap;
   const u8* raw_k;                 // TRANSFORMED: the untransformed new keys; `k` receives the transformed ones
   const float *q_scale, *k_scale;  // factors of channels; those of KV head h begin at h * scale_h

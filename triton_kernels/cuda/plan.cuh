@@ -9,7 +9,7 @@
 #pragma once
 #include "warp.cuh"
 
-// One warp group takes a whole row of at most this many work tiles and window segments per worker. (With 2 a step over 1024 tokens takes 2 %
+// A row with at most this many work tiles and window segments per worker gets one warp group. (With 2 a step over 1024 tokens takes 2 %
 // longer on an H200.)
 constexpr int SHORT = 1;
 
@@ -104,8 +104,8 @@ __device__ __forceinline__ bool uniform_split(const Args& a, int row_block, int 
     out.last = r + 1 == min((warp_group + 1) * a.rows_per_warp_group(), a.batch * a.heads);
     return true;
   }
-  // one warp group if each worker has at most one work tile or window segment: then nothing is merged through global memory. Otherwise as
-  // many warp groups as have work for every worker
+  // one warp group if each worker has at most one work tile or window segment: then nothing is merged through global memory. Otherwise use
+  // only as many warp groups as can give work to each of their workers
   const int c = warp_group - r * a.warp_groups_per_row(),
             fit = (int)__fdividef((float)cost, (float)(WORKERS * WORK_TILE_COST)) + 1;
   const int count = out.row.work_tiles + out.row.segments <= SHORT * WORKERS ? 1 : min(a.warp_groups_per_row(), fit);
@@ -134,7 +134,7 @@ __device__ __forceinline__ void next_row(const Args& a, Split& split) {
 
 // The rest of a warp group's work range: from `at` to `stop`. It is consumed row by row. (b, h) is the current row, which begins at `start`.
 struct WorkRange {
-  u32 total, ranges, at, stop, start;  // total: the work of all rows; ranges: into how many it is cut
+  u32 total, ranges, at, stop, start;  // total: the work of all rows; ranges: number of work ranges
   int b, h;
 };
 
@@ -159,8 +159,8 @@ struct Plan : WorkRange {
       lengths.load(a, first, lane);
       total += __reduce_add_sync(~0u, cost());
     }
-    // as many warp groups as have work for every worker. If rows get more than one warp group, all get the same number, so that few groups
-    // have splits of two rows
+    // use only as many warp groups as can give work to each of their workers. If rows get more than one warp group, all get the same number,
+    // so that few groups have splits of two rows
     const u32 rows = a.batch * a.heads;
     ranges = min((u32)a.warp_groups, max((total - rows * ROW_COST) / (WORKERS * WORK_TILE_COST), 1u));
     if (ranges > rows && ranges < (u32)a.warp_groups) ranges = min(ranges / rows + 1, (u32)a.warp_groups / rows) * rows;
@@ -168,7 +168,7 @@ struct Plan : WorkRange {
     b = h = 0;
     if (warp_group >= (int)ranges) return;
     // rows of one length divide evenly if the number of warp groups is a multiple of the number of rows: ranges then end where rows end.
-    // (The division total x / ranges and its inverse: a 64-bit division takes half a microsecond)
+    // (`each * x + rest * x / ranges` avoids the 64-bit division of `total * x`, which takes half a microsecond.)
     const u32 each = total / ranges, rest = total - each * ranges;
     const u32 x = warp_group + (lane & 1), border = each * x + rest * x / ranges;
     at = __shfl_sync(~0u, border, 0);
