@@ -26,7 +26,7 @@ from .triton_kernels.toolchain import (
     install_bindings,
     install_nvrtc,
     version,
-    why_no_launcher,
+    why_triton_cannot_launch,
 )
 
 PACKAGES = ("hf-lowbit-kv", "torch", "transformers", "triton", "cuda-bindings")
@@ -203,7 +203,7 @@ def _missing() -> list[dict[str, str]]:
         return missing
     if importlib.util.find_spec("triton") is None:
         lacks("Triton", "kernels on GPUs, long prompts", INSTALL_TRITON)
-    elif (reason := why_no_launcher()) is not None:
+    elif (reason := why_triton_cannot_launch()) is not None:
         lacks(reason, "Triton's kernels: long prompts", f"apt-get install gcc libpython3.{sys.version_info.minor}-dev")
     if torch.version.hip is None:
         if version("cuda-bindings") is None:

@@ -43,7 +43,7 @@ def install_nvrtc() -> str:
 
 
 @functools.cache
-def why_no_launcher() -> str | None:
+def why_triton_cannot_launch() -> str | None:
     """Why Triton cannot launch kernels here, or `None`.
 
     Triton needs no other compiler for kernels. But a Python extension in C launches them, and a C compiler builds that
@@ -83,11 +83,11 @@ def triton_serves(device: torch.device) -> bool:
         return False
 
 
-def why_gpu_launches_nothing() -> str | None:
+def why_gpu_cannot_launch() -> str | None:
     """Why neither Triton nor PyTorch's compiled steps can launch kernels on this machine's GPU, or `None`. There is a reason
     if there is a GPU, no launcher can be built, and none was built earlier (with one in Triton's cache, the others may be
     there too)."""
-    if not torch.cuda.is_available() or (reason := why_no_launcher()) is None:
+    if not torch.cuda.is_available() or (reason := why_triton_cannot_launch()) is None:
         return None
     try:
         from triton.runtime import driver

@@ -136,7 +136,7 @@ def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int, slots
         members = [pool.enter(room) for _ in lengths]
         for row, length in zip(members, lengths, strict=True):
             for chunk in torch.randint(0, model.config.vocab_size, (length,)).split(2048):
-                steps.read(row, chunk)
+                steps.prefill(row, chunk)
         clock: Any = StepClock(model.device)
         for _ in range(count + 6):
             logits = steps.decode(members)
@@ -232,7 +232,7 @@ def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: i
 
     begin = time.perf_counter()
     with (
-        timed_calls(model.device, PoolSteps, "read") as prompts,
+        timed_calls(model.device, PoolSteps, "prefill") as prompts,
         timed_calls(model.device, PoolSteps, "decode") as steps,
         patch.object(PoolSteps, "__init__", noted),
     ):

@@ -32,8 +32,8 @@ from ..triton_kernels.toolchain import (
     install_bindings,
     install_nvrtc,
     triton_serves,
-    why_gpu_launches_nothing,
-    why_no_launcher,
+    why_gpu_cannot_launch,
+    why_triton_cannot_launch,
 )
 from . import cpu
 
@@ -139,7 +139,7 @@ class Triton(Backend):
 
     @staticmethod
     def _launch_error() -> str | None:
-        if (reason := why_gpu_launches_nothing()) is None:
+        if (reason := why_gpu_cannot_launch()) is None:
             return None
         return (
             f"cannot run: {reason}. Install a C compiler, or use backend='cuda', whose kernels need none, or backend='torch' "
@@ -209,7 +209,7 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Torch(), C
 ON_GPU: dict[str, tuple[str, ...]] = {"separate": ("cuda", "triton"), "latent": ("cuda", "triton", "torch")}
 
 
-def of_environment() -> str | None:
+def backend_from_environment() -> str | None:
     return os.environ.get(VARIABLE) or None  # an empty value counts as not set
 
 
@@ -247,7 +247,7 @@ def why_cuda_cannot_compile(capability: tuple[int, int]) -> str | None:
 def check_backend(backend: str | None) -> None:
     """Raise if the name does not exist, or the backend is not installed. backend: `None` takes the name from
     `HF_LOWBIT_KV_BACKEND`. Called when a cache is created."""
-    name, source = (backend, "backend") if backend is not None else (of_environment(), VARIABLE)
+    name, source = (backend, "backend") if backend is not None else (backend_from_environment(), VARIABLE)
     if name is None:
         return
     if name not in BACKENDS:
@@ -259,7 +259,7 @@ def check_backend(backend: str | None) -> None:
 def choose_backend(backend: str | None, setup: LayerSetup) -> str:
     """The name of the backend for a layer. Raises if that backend does not support the layer."""
     check_backend(backend)
-    requested = backend or of_environment()
+    requested = backend or backend_from_environment()
     source = VARIABLE if backend is None and requested else "backend"
     chosen = requested or _default_backend(setup)
     BACKENDS[chosen].check(setup, source)
@@ -284,7 +284,7 @@ def why_not_faster(backend: str | None, chosen: str, setup: LayerSetup) -> str |
     """Why the default on this device is not a faster backend. `None`: there is no faster one, or `backend` or the environment
     named the backend."""
     device = setup.device
-    if backend or of_environment() or device.type == "cpu":
+    if backend or backend_from_environment() or device.type == "cpu":
         return None
     if device.type != "cuda":
         triton = BACKENDS["triton"]
@@ -327,7 +327,7 @@ def describe_backend(backend: str | None, chosen: str, setup: LayerSetup) -> str
         notes.append(f"not tested on {device.type!r}")
     if (reason := why_not_faster(backend, chosen, setup)) is not None:
         notes.append(f"{'slow reference: ' if chosen == 'torch' else ''}{reason}")
-    elif chosen == "cuda" and (reason := why_no_launcher()) is not None:
+    elif chosen == "cuda" and (reason := why_triton_cannot_launch()) is not None:
         notes.append(f"slower with long chunks: {reason}")
     return f"{chosen} ({'; '.join(notes)})" if notes else chosen
 

@@ -94,7 +94,7 @@ def _step_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -
 
 def _with_all_queries(work: Callable, operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
     """The output of `attend` or `step`. A backend that needs a query per token gets zeros for missing queries."""
-    if operations.takes_few_queries or (before := inputs.tokens_before) == 0:
+    if operations.allows_fewer_queries or (before := inputs.tokens_before) == 0:
         return work(inputs, store).contiguous()
     filled = inputs._replace(q=torch.nn.functional.pad(inputs.queries, (0, 0, before, 0)))
     return work(filled, store)[:, before:].contiguous()

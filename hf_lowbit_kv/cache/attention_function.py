@@ -111,7 +111,7 @@ def _allowed_in_prompt(module: torch.nn.Module, view: LayerView, mask: torch.Ten
     elif not getattr(mask, _MADE_HERE, False):
         return None
     fits = mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[2:] == (tokens, tokens)
-    return mask if fits and view.layer.reads_any_prompt() else None
+    return mask if fits and view.layer.accepts_noncausal_prompt() else None
 
 
 #: marks masks built by `lowbit_mask`; only in these does a False diagonal mean padding

@@ -228,7 +228,7 @@ class LowBitCache(Cache, PushToHubMixin):
         new = layer is self._first_packed_layer and not layer.is_initialized
         if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
-            self._first_packed_layer.length.agrees_with([each.length for each in self.packed_layers])
+            self._first_packed_layer.length.sync_counts([each.length for each in self.packed_layers])
         if layer is self._first_packed_layer and not self._warned and not layer.attends_packed:
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self._warned = True

@@ -20,12 +20,12 @@ from ..storage.paged_store import PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.step import StepInputs
 from ..storage.store_forks import fork_stores
-from ..triton_kernels.toolchain import why_gpu_launches_nothing
+from ..triton_kernels.toolchain import why_gpu_cannot_launch
 from .filled_by import FilledBy, another_model
 from .implementation import ATTENTION_NAME, PACKED, refuse_backward
 from .layer_view import LayerView
 from .pass_guard import PassGuard
-from .token_counts import FixedLength, Length, Padding, Seen, fork_lengths
+from .token_counts import DeviceLength, Length, Padding, Seen, fork_lengths
 from .transformers_release import GENERATE_KEEPS_MASKS
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
@@ -107,8 +107,8 @@ class LowBitLayer(CacheLayerMixin):
         self._prepared: tuple[Any, list[torch.Tensor]] | None = None
         self.spec, self.config, self.num_kv_heads, self.tp_size = spec, config, num_kv_heads, tp_size
         self.requested_backend = backend
-        self.length = Length() if max_cache_len is None else FixedLength(max_cache_len)
-        self.why_not_compiled = why_gpu_launches_nothing() if self.length.fixed else None
+        self.length = Length() if max_cache_len is None else DeviceLength(max_cache_len)
+        self.why_not_compiled = why_gpu_cannot_launch() if self.length.fixed else None
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
         self.guard = PassGuard()  # `LowBitCache` replaces it by the guard that its layers share
@@ -176,7 +176,7 @@ class LowBitLayer(CacheLayerMixin):
             return view, view
         return self._update_dense(key_states, value_states)
 
-    # a growing cache changes with its length, so in a compiled model this method, and `_read`, run eagerly
+    # a growing cache changes with its length, so in a compiled model this method, and `_run`, run eagerly
     _update_uncompiled = torch.compiler.disable(update)
 
     @property
@@ -350,15 +350,15 @@ class LowBitLayer(CacheLayerMixin):
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, n, Hq, D]`."""
-        return self._read(inputs, stores=True)
+        return self._run(inputs, stores=True)
 
     def attend(self, inputs: StepInputs) -> torch.Tensor:
         """As `step`, but the tokens are not stored yet: a later layer of the model attends to them, too."""
-        return self._read(inputs, stores=False)
+        return self._run(inputs, stores=False)
 
-    def _read(self, inputs: StepInputs, stores: bool) -> torch.Tensor:
+    def _run(self, inputs: StepInputs, stores: bool) -> torch.Tensor:
         if torch.compiler.is_compiling() and not self.length.fixed:
-            return self._read_uncompiled(inputs, stores)
+            return self._run_uncompiled(inputs, stores)
         tokens, compiling = inputs.tokens, torch.compiler.is_compiling()
         seen = self.length.at_least
         first = not compiling and seen == 0
@@ -383,14 +383,14 @@ class LowBitLayer(CacheLayerMixin):
             self._stored(tokens, inputs.mask)
         return out
 
-    _read_uncompiled = torch.compiler.disable(_read)
+    _run_uncompiled = torch.compiler.disable(_run)
 
     def _expect_steps(self, inputs: StepInputs) -> None:
         """Start compiling the decode kernels while the prompt is prefilled."""
         assert self.store is not None
         ops.expect_steps(inputs, self.store, self.backend, inputs.mask is not None or GENERATE_KEEPS_MASKS)
 
-    def reads_any_prompt(self) -> bool:
+    def accepts_noncausal_prompt(self) -> bool:
         """Whether the layer accepts a non-causal prompt: it is empty and stores keys and values."""
         direct = self.spec.attention_kind.name == "separate"
         return direct and self.length.at_least == 0 and int(self.get_seq_length()) == 0

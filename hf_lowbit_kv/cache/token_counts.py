@@ -1,7 +1,7 @@
 """How many tokens a layer has seen and can hold, and which positions were padding.
 
 A growing layer counts in Python (`Length`). A preallocated layer counts on the device, because compiled and recorded steps
-advance the count there (`FixedLength`). Python then knows only a lower bound, `at_least`. Both have the same interface.
+advance the count there (`DeviceLength`). Python then knows only a lower bound, `at_least`. Both have the same interface.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class Length:
         self.at_least = int(self.seen)
         return self.at_least
 
-    def agrees_with(self, others: Sequence[Length]) -> None:
+    def sync_counts(self, others: Sequence[Length]) -> None:
         """Bring the counts of a cache's layers up to date at the beginning of a pass. others: all of them. The layers have
         seen the same tokens, so only this count is read from the device. The next `check` of each need not wait."""
 
@@ -193,7 +193,7 @@ class Length:
         knows the count. Otherwise the lower bound is checked."""
 
 
-class FixedLength(Length):
+class DeviceLength(Length):
     """The count of a preallocated layer."""
 
     capacity: int
@@ -206,9 +206,9 @@ class FixedLength(Length):
         self.capacity = capacity
         self.seen, self.at_least = torch.tensor(0), 0
 
-    def __copy__(self) -> FixedLength:
+    def __copy__(self) -> DeviceLength:
         """A count with its own `at_least`. Both use the same tensor."""
-        new = FixedLength(self.capacity)
+        new = DeviceLength(self.capacity)
         new.__dict__.update(self.__dict__)
         return new
 
@@ -216,9 +216,9 @@ class FixedLength(Length):
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         torch._dynamo.mark_static_address(self.seen)
 
-    def fork(self, capacity: int | None, copies: Iterator[torch.Tensor]) -> FixedLength:
+    def fork(self, capacity: int | None, copies: Iterator[torch.Tensor]) -> DeviceLength:
         assert capacity is not None
-        new = FixedLength.__new__(FixedLength)  # `__init__` would allocate a tensor only to be replaced
+        new = DeviceLength.__new__(DeviceLength)  # `__init__` would allocate a tensor only to be replaced
         new.capacity, new.seen, new.at_least = capacity, next(copies), self.at_least
         torch._dynamo.mark_static_address(new.seen)
         return new
@@ -232,11 +232,11 @@ class FixedLength(Length):
         self.seen.fill_(tokens)
         self.at_least = tokens
 
-    def agrees_with(self, others: Sequence[Length]) -> None:
+    def sync_counts(self, others: Sequence[Length]) -> None:
         before = self.at_least
         missed = self.ask() - before  # tokens of compiled steps
         for other in others:
-            assert isinstance(other, FixedLength)
+            assert isinstance(other, DeviceLength)
             if other is not self:
                 other.at_least += missed
             other._compared = True
@@ -254,6 +254,6 @@ class FixedLength(Length):
 @torch.inference_mode(False)
 def fork_lengths(lengths: Sequence[Length], capacity: int | None, n: int) -> list[list[Length]]:
     """`n` copies of the counts of a cache's layers. capacity: tokens that a row of the copies can hold; `None`: they grow."""
-    seen = [length.seen for length in lengths if isinstance(length, FixedLength)] * n
+    seen = [length.seen for length in lengths if isinstance(length, DeviceLength)] * n
     copies = iter(copies_of(seen) if seen else ())
     return [[length.fork(capacity, copies) for length in lengths] for _ in range(n)]

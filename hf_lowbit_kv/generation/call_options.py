@@ -18,7 +18,7 @@ from ..cache.cache_options import PresetOptions, check_choice
 from ..cache.implementation import NO_WEIGHTS
 from ..cache.served_models import longest_text
 from ..storage.layer_spec import check_count
-from ..triton_kernels.toolchain import why_gpu_launches_nothing
+from ..triton_kernels.toolchain import why_gpu_cannot_launch
 from .sampling_settings import check_sampling
 
 #: how a decoding step may run
@@ -114,7 +114,7 @@ def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
         return step
     if setting(model, options, "disable_compile"):
         raise ValueError("step='compiled' and disable_compile=True are both given; step='recorded' needs no compiler")
-    if model.device.type == "cuda" and (reason := why_gpu_launches_nothing()) is not None:
+    if model.device.type == "cuda" and (reason := why_gpu_cannot_launch()) is not None:
         raise RuntimeError(f"the step cannot be compiled: {reason}; step='recorded' works without a compiler")
     return step
 

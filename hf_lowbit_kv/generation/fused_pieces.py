@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..cache.served_models import tp_size
-from ..triton_kernels.toolchain import why_gpu_launches_nothing
+from ..triton_kernels.toolchain import why_gpu_cannot_launch
 from .tensor_parallel import local, splits
 
 #: kinds of pieces, in the order of `summary()`
@@ -410,7 +410,7 @@ def check_kernels(device: torch.device) -> None:
 def why_no_kernels(device_type: str) -> str | None:
     """Why Triton's kernels cannot run on such devices, or `None`."""
     if device_type == "cuda":
-        return why_gpu_launches_nothing()
+        return why_gpu_cannot_launch()
     try:
         from triton import knobs
     except ImportError:

@@ -25,7 +25,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.native_layers import SLIDING
 from ..cache.served_models import tp_size
 from .call_options import return_sequences, setting
-from .whole_prompt import prefill_as_whole
+from .whole_prompt import rope_of_whole_prompt
 
 #: value of `prefill_chunk_size` for the largest chunks that fit
 AUTO: Literal["auto"] = "auto"
@@ -282,7 +282,9 @@ def prefill_prompt(
     # With a size from the caller, each chunk has the RoPE frequencies of its own length, as in transformers. Phi models
     # (`drop_limit`) would then process the text twice, so all their chunks use the frequencies of the full length
     automatic = size is None or size == AUTO
-    with prefill_as_whole(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext():
+    with (
+        rope_of_whole_prompt(model, rows[1]) if automatic or drop_limit(model) is not None else contextlib.nullcontext()
+    ):
         if automatic:
             device_memory = memory_of(model)
             if isinstance(device_memory, str):

@@ -10,7 +10,7 @@ import torch
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from .prefill import ChunkedPrefill, token_rows
-from .whole_prompt import prefill_as_whole
+from .whole_prompt import rope_of_whole_prompt
 
 #: a text that diverges from a stored one at least this many tokens after the usable prefix is also stored up to there
 WORTH_AN_END = 64
@@ -53,7 +53,7 @@ class PrefixCall:
             return
         match = self.prefixes.restore(self.cache, _rows(self.ids, self.mask))
         self.cache.cached_tokens = match.tokens
-        with prefill_as_whole(self.model, self.mask):
+        with rope_of_whole_prompt(self.model, self.mask):
             if match.tokens and self.padded:
                 self._prefill_after_prefix(match.tokens)
             if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):

@@ -23,7 +23,7 @@ from .overriding import original, overridden
 
 
 @contextlib.contextmanager
-def prefill_as_whole(model: Any, mask: torch.Tensor) -> Iterator[None]:
+def rope_of_whole_prompt(model: Any, mask: torch.Tensor) -> Iterator[None]:
     """Within the context, forward passes of this thread use the frequencies of the whole text, for any part of it.
 
     Args:

@@ -206,7 +206,7 @@ class PackedRunner(ModelRunner):
                 decoding.append((len(logits), row, first))
                 logits.append(None)
             else:
-                logits.append(steps.read(row, ids[first : first + count]))
+                logits.append(steps.prefill(row, ids[first : first + count]))
             first += count
         batch = self.inputs_and_outputs.requests_in_batch
         if decoding:

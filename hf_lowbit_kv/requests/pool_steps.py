@@ -114,7 +114,7 @@ class PoolSteps:
         return self._chunk
 
     @torch.no_grad()
-    def read(self, row: Row, ids: torch.Tensor) -> torch.Tensor:
+    def prefill(self, row: Row, ids: torch.Tensor) -> torch.Tensor:
         """Store the next tokens of a row's text.
 
         Args:

@@ -176,7 +176,7 @@ class RequestLoop:
             with exclusive_use(self.model):
                 if self.model.device.type == "cuda":
                     torch.cuda.set_device(self.model.device)
-                scheduler.begin()
+                scheduler.refresh_model()
                 more = True
                 while more and not self._abandoning.is_set():
                     self._end_cancelled()

@@ -84,12 +84,12 @@ class Scheduler:
         self.look_ahead = look_ahead
         #: all that have not ended, in the order in which their requests came
         self.sequences: list[Sequence] = []
-        self._departures = 0  # sequences that have left the pool
-        self._news = 0  # times that a row's text was kept
+        self._rows_freed = 0  # sequences that have left the pool
+        self._prefixes_added = 0  # times that a row's text was kept
         self._oldest_first = False  # the last round skipped the oldest prompt
         self._stepping: list[Sequence] = []  # those that the running step of the model is for
         self._pending: deque[_Pending] = deque()
-        self._late = steps.device.type == "cuda"
+        self._tokens_arrive_late = steps.device.type == "cuda"
         # a criterion reads the whole vocabulary when it is made, so requests share it
         self._stop_strings = functools.lru_cache(8)(lambda texts: StopStringCriteria(tokenizer, list(texts)))
         self.finished: deque[Result] = deque()
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> list[Sequence]:
-        return self._in(State.READING)
+        return self._in(State.PREFILLING)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -108,9 +108,9 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """The sequences that have a row."""
-        return self._in(State.READING, State.DECODING)
+        return self._in(State.PREFILLING, State.DECODING)
 
-    def begin(self) -> None:
+    def refresh_model(self) -> None:
         """Prepare for a model that may have changed since the last round."""
         self.steps.begin()
         self.kept.begin()
@@ -119,10 +119,10 @@ class Scheduler:
 
     def advance(self) -> bool:
         """Do one round. Returns whether there is more to do."""
-        self._let_in()
+        self._admit_waiting()
         self._prefill_prompts()
         stepped = self._take_step()
-        while len(self._pending) > (1 if stepped and self._late else 0):
+        while len(self._pending) > (1 if stepped and self._tokens_arrive_late else 0):
             self._settle(self._pending.popleft())
         idle = not (self.sequences or self._pending)
         if idle and self._source is not None and not self.finished:
@@ -138,8 +138,8 @@ class Scheduler:
         failed, self._stepping = self._stepping, []
         if not failed:
             raise error
-        self.begin()
-        if self._late:
+        self.refresh_model()
+        if self._tokens_arrive_late:
             torch.cuda.synchronize(self.steps.device)
         for sequence in failed:
             self.end(sequence, "error", error, keep=False)
@@ -158,15 +158,15 @@ class Scheduler:
 
     # ---- admitting requests ---------------------------------------------------------------------------------------
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         blocked: list[Sequence] = []
         waiting = iter(self._in(State.WAITING))
         while self.pool.free_slots and (sequence := next(waiting, None) or self._next()) is not None:
-            if sequence.tried_at < self._departures and self._enter(sequence):
+            if sequence.tried_at < self._rows_freed and self._try_admit(sequence):
                 for each in blocked:
                     each.overtaken += 1
                 continue
-            sequence.tried_at = self._departures  # it does not fit before another one leaves
+            sequence.tried_at = self._rows_freed  # it does not fit before another one leaves
             blocked.append(sequence)
             if len(blocked) == self.look_ahead or sequence.overtaken >= 2 * self.pool.slots:
                 break
@@ -211,15 +211,15 @@ class Scheduler:
     def _result(self, request: Request, number: int) -> Result:
         return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
 
-    def _enter(self, sequence: Sequence) -> bool:
+    def _try_admit(self, sequence: Sequence) -> bool:
         """Give the sequence a row, or an error. Returns whether it waits no longer."""
         request, row = sequence.request, None
         try:
             row = self.pool.admit(request.limit, lambda: self._known(request), self.prefixes.make_room)
             if row is None:
                 return False
-            self._begin(sequence, row, State.READING)
-            sequence.looked_at = self._news
+            self._assign_row(sequence, row, State.PREFILLING)
+            sequence.looked_at = self._prefixes_added
         except Exception as error:  # of a processor that cannot be made, or of a cache that cannot go on
             if row is not None:
                 self.steps.leave(row)
@@ -232,7 +232,7 @@ class Scheduler:
         prefix = self.prefixes.find(request.prompt_ids)
         return self.kept.find(request, 0 if prefix is None else prefix.length) or prefix
 
-    def _begin(self, sequence: Sequence, row: Row, state: State) -> None:
+    def _assign_row(self, sequence: Sequence, row: Row, state: State) -> None:
         """Assign the row to the sequence."""
         request, model = sequence.request, self.steps.model
         sequence.sampler = Sampler.of(model, request, sequence.number, sequence.seed)
@@ -277,9 +277,9 @@ class Scheduler:
             oldest_was_read |= sequence is oldest
             overtaken |= sequence is not oldest
             self._stepping = [sequence]
-            logits = self.steps.read(sequence.row, on_device(sequence.request.prompt_ids[chunk], self.steps.device))
+            logits = self.steps.prefill(sequence.row, on_device(sequence.request.prompt_ids[chunk], self.steps.device))
             if chunk.stop == len(sequence.request.prompt_ids):
-                self._begin_to_write(sequence, logits)
+                self._start_decoding(sequence, logits)
             self._stepping = []
             self._settle_arrived()
             if self.chunk_size == 0:
@@ -292,12 +292,12 @@ class Scheduler:
         row, request = sequence.row, sequence.request
         if sequence.looked_at is None:
             return
-        news, sequence.looked_at = sequence.looked_at < self._news, None
-        if news and row.length == 0 and (prefix := self._known(request)) is not None:
+        added, sequence.looked_at = sequence.looked_at < self._prefixes_added, None
+        if added and row.length == 0 and (prefix := self._known(request)) is not None:
             self.pool.adopt(row, prefix)
         sequence.result.cached_tokens = row.length
 
-    def _begin_to_write(self, first: Sequence, logits: torch.Tensor) -> None:
+    def _start_decoding(self, first: Sequence, logits: torch.Tensor) -> None:
         """The prompt is read: fork the request's other sequences, draw the first token of each, and keep the prompt."""
         first.state = State.DECODING
         sequences = [first]
@@ -305,20 +305,20 @@ class Scheduler:
             if not self._can_fork(first):
                 each.state = State.WAITING  # it reads the prompt again when there is room
                 break
-            self._begin(each, self.pool.fork(first.row, first.request.limit), State.DECODING)
+            self._assign_row(each, self.pool.fork(first.row, first.request.limit), State.DECODING)
             each.result.cached_tokens = first.result.cached_tokens
             sequences.append(each)
         self._draw(sequences, logits.expand(len(sequences), -1))
         self.kept.add(first.row, first.request.prompt_ids)  # waits for the device: the tokens are there afterwards
-        self._keep(first.row, first.request.prompt_ids)
+        self._share_prefix(first.row, first.request.prompt_ids)
 
     def _siblings(self, first: Sequence) -> list[Sequence]:
         """Sequences that are to become forks of this one."""
         return [each for each in self._in(State.FORKING) if each.request is first.request]
 
-    def _keep(self, row: Row, ids: list[int]) -> None:
+    def _share_prefix(self, row: Row, ids: list[int]) -> None:
         """Let later rows begin with the full pages of this one."""
-        self._news += 1
+        self._prefixes_added += 1
         self.prefixes.keep(row, ids, self.kept.limit)
 
     def _can_fork(self, sequence: Sequence) -> bool:
@@ -362,7 +362,7 @@ class Scheduler:
         self._pending.append(self._on_its_way(sequences, sampled))
 
     def _on_its_way(self, sequences: list[Sequence], sampled: Drawn) -> _Pending:
-        if not self._late:
+        if not self._tokens_arrive_late:
             return _Pending(sequences, sampled, sampled.sent, sampled.logprobs)
         sent = sampled.sent
         host = [
@@ -459,9 +459,9 @@ class Scheduler:
                 each.state = State.WAITING
         if had_row:
             if keep:
-                self._keep(sequence.row, sequence.ids if decoding else sequence.request.prompt_ids)
+                self._share_prefix(sequence.row, sequence.ids if decoding else sequence.request.prompt_ids)
             self.steps.leave(sequence.row)
-            self._departures += 1
+            self._rows_freed += 1
         self.finished.append(sequence.result)
 
     def _complete(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:

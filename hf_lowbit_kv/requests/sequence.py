@@ -20,7 +20,7 @@ class State(enum.Enum):
 
     FORKING = "becomes a fork of another sequence of its request, when that one has read the prompt"
     WAITING = "has no row yet"
-    READING = "its prompt is being read"
+    PREFILLING = "its prompt is being prefilled"
     DECODING = "tokens are being written"
     ENDED = "its result is complete"
 
@@ -38,13 +38,13 @@ class Sequence:
     overtaken: int = 0
     """later requests that got a row while this one waited"""
     tried_at: int = -1
-    """`Scheduler._departures` when it did not fit"""
+    """`Scheduler._rows_freed` when it did not fit"""
     text: torch.Tensor | None = None
     """int64 `[1, limit]` on the device, for processors that read it"""
     tokens_drawn: int = 0
     """number of tokens drawn; the last one may not have arrived on the CPU yet"""
     looked_at: int | None = 0
-    """`Scheduler._news` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
+    """`Scheduler._prefixes_added` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
     # `begin` sets these
     row: Row = None  # type: ignore[assignment]
     sampler: Sampler = None  # type: ignore[assignment]
@@ -54,7 +54,7 @@ class Sequence:
 
     @property
     def has_row(self) -> bool:
-        return self.state in (State.READING, State.DECODING)
+        return self.state in (State.PREFILLING, State.DECODING)
 
     @property
     def ids(self) -> list[int]:

@@ -132,7 +132,7 @@ def as_made(keys: torch.Tensor, values: torch.Tensor, store: LayerStore) -> tupl
 class Reference(Operations):
     """Operations in plain PyTorch and float32."""
 
-    takes_few_queries = True
+    allows_fewer_queries = True
 
     def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
         return restored(self._attend(transformed(inputs, store), store), store)

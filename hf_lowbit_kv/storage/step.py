@@ -77,7 +77,7 @@ class Operations(ABC):
     """
 
     #: whether there may be fewer queries than new tokens. If False, the caller adds zero queries for the earlier tokens
-    takes_few_queries: ClassVar[bool] = False
+    allows_fewer_queries: ClassVar[bool] = False
 
     @abstractmethod
     def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:

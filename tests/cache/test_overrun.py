@@ -8,7 +8,7 @@ from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.overrun import OverrunError
-from hf_lowbit_kv.cache.token_counts import FixedLength
+from hf_lowbit_kv.cache.token_counts import DeviceLength
 
 LOST = r"max_cache_len=100 was too small: (\d+) tokens of a row .* are lost"
 WAYS = [lambda cache: cache.summary(), lambda cache: cache.get_seq_length(), lambda cache: cache.nbytes]
@@ -61,8 +61,8 @@ def test_one_layer_asks_for_the_count(model, monkeypatch):
     """A layer that reads the count waits for all layers before it."""
     cache = filled(model, max_cache_len=100)
     counted = set()
-    ask = FixedLength.ask
-    monkeypatch.setattr(FixedLength, "ask", lambda length: counted.add(id(length)) or ask(length))
+    ask = DeviceLength.ask
+    monkeypatch.setattr(DeviceLength, "ask", lambda length: counted.add(id(length)) or ask(length))
     with torch.no_grad():
         model(torch.arange(3, 8)[None], past_key_values=cache)
     assert len(cache.packed_layers) > 1

@@ -182,14 +182,14 @@ def test_no_page_is_packed_before_the_last_layer_has_attended(preset):
         ours(ids, **as_argument(cache))
     before = copy.deepcopy(cache)
     layer, seen = cache.packed_layers[0], []
-    original = type(layer)._read
+    original = type(layer)._run
 
     def watched(self, chunk, stores):
         seen.append((int(self.store.state.paged.max()), stores))
         return original(self, chunk, stores)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(layer), "_read", watched)
+        patch.setattr(type(layer), "_run", watched)
         next_logits(ours, cache)
     assert seen == [(0, False), (0, False), (0, True)]
     assert int(layer.store.state.paged.max()) == 32

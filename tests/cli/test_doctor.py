@@ -98,7 +98,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(diagnosis, "accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(diagnosis, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(diagnosis, "why_triton_cannot_launch", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
 
 
@@ -122,7 +122,7 @@ def test_a_missing_compiler_and_a_missing_nvrtc(on_a_gpu, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setattr(diagnosis, "version", lambda name: "12.9.4")
     monkeypatch.setattr(toolchain, "version", lambda name: "12.9.4")
-    monkeypatch.setattr(diagnosis, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(diagnosis, "why_triton_cannot_launch", lambda: "Triton needs a C compiler")
     compiler, nvrtc = diagnosis._missing()
     assert (compiler["what"], compiler["command"].split()[:2]) == ("Triton needs a C compiler", ["apt-get", "install"])
     assert (nvrtc["what"], nvrtc["command"]) == ("NVRTC (no libnvrtc.so.12)", "pip install nvidia-cuda-nvrtc-cu12")

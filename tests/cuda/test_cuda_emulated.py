@@ -167,7 +167,7 @@ def test_generate_without_triton(preset, launch, monkeypatch):
         raise AssertionError("a kernel of Triton's was launched")
 
     monkeypatch.setattr(JITFunction, "run", refused)
-    monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
+    monkeypatch.setattr(launch, "why_triton_cannot_launch", lambda: "no compiler")
     model = tiny_models("llama")[0].half()
     prompt = torch.randint(3, 160, (1, 130), generator=torch.Generator().manual_seed(0))
     groups = model.config.num_attention_heads // model.config.num_key_value_heads
@@ -185,7 +185,7 @@ def test_generate_without_triton(preset, launch, monkeypatch):
 
 def test_a_chunk_longer_than_a_grid(launch, monkeypatch):
     for module in (launch, decode_kernel):
-        monkeypatch.setattr(module, "why_no_launcher", lambda: "Triton needs a C compiler")
+        monkeypatch.setattr(module, "why_triton_cannot_launch", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(decode_kernel, "MAX_ROW_BLOCKS", 20)
     kernels.check_attend(fragment(Case(tokens=160, lengths=(40,), heads=1, groups=2)))
     with pytest.raises(ValueError, match=r"a chunk of 161 tokens.*allowed here: 160.*prefill_chunk_size.*C compiler"):

@@ -227,7 +227,7 @@ def test_no_room_left(kernels):
 def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monkeypatch):
     """The latent is read once for every 16 rows, and unpacked once for all."""
     calls = []
-    monkeypatch.setattr(latent, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(latent, "why_triton_cannot_launch", lambda: None)
     monkeypatch.setattr(latent.prompt, "attend", lambda chunk, layer: calls.append(chunk.q.shape) or chunk.q)
     sizes = {"heads": latent.DENSE_ROWS // 2 + 1, "tokens": 2, "rank": 64, "rope": 16, "dtype": dtype}
     kernels.attend(Filled(LatentCase(lengths=(3,), content="dense", **sizes), DEVICE, SEED))

@@ -97,7 +97,7 @@ def test_where_there_is_no_room_another_backend_serves(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(backends, "why_triton_cannot_launch", lambda: None)
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     for shared, chosen in ((64, "triton"), (228, "cuda")):
         properties = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)

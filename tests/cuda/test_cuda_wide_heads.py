@@ -168,9 +168,9 @@ def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
     properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(backends, "why_gpu_launches_nothing", lambda: None)
+    monkeypatch.setattr(backends, "why_gpu_cannot_launch", lambda: None)
     monkeypatch.setattr(backends, "triton_serves", lambda device: True)
-    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(backends, "why_triton_cannot_launch", lambda: None)
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     for keys, values, reason in (
         ("int4-channel", "int2-token", None),

@@ -94,7 +94,7 @@ def test_default_on_a_gpu(monkeypatch):
     """`cuda` where it serves, else `triton`; and why."""
     found = {"capability": (9, 0), "compiler": None}
     monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: found["compiler"])
-    monkeypatch.setattr(backends, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(backends, "why_triton_cannot_launch", lambda: None)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")

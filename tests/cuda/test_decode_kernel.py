@@ -159,7 +159,7 @@ def test_parameters_and_copies_go_with_the_layer(cuda):
 def test_long_chunks_cache_no_kernel(cuda, monkeypatch):
     """Where Triton launches nothing this kernel reads prompts too, and each length is a kind of its own."""
     monkeypatch.setitem(cuda_entry_points.FUSED_ROWS, "cuda", 16)
-    monkeypatch.setattr(cuda_entry_points, "why_no_launcher", lambda: "no compiler")
+    monkeypatch.setattr(cuda_entry_points, "why_triton_cannot_launch", lambda: "no compiler")
     case, gen, truth, layer = layers(capacity=400)
     for tokens in (9, 10):
         k, v = random_tokens(Case(**{**vars(case), "tokens": tokens}), tokens, gen)

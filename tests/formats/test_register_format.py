@@ -199,7 +199,7 @@ def test_on_a_gpu(kernels, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name in ("why_no_launcher", "why_gpu_launches_nothing"):
+    for name in ("why_triton_cannot_launch", "why_gpu_cannot_launch"):
         monkeypatch.setattr(choice, name, lambda: None)
     monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(choice, "_WARNED", set())

@@ -350,7 +350,7 @@ def test_a_step_is_compiled_for_all_its_rows(model, monkeypatch):
         raise StopHereError
 
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(call_options, "why_gpu_launches_nothing", lambda: None)
+    monkeypatch.setattr(call_options, "why_gpu_cannot_launch", lambda: None)
     monkeypatch.setattr(compiling, "check_compiles", lambda *args: None)
     monkeypatch.setattr(compiling, "compile_first", note)
     for options, rows in (({}, 2), ({"num_return_sequences": 3, "do_sample": True}, 6)):

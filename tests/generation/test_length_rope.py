@@ -266,7 +266,7 @@ def test_the_frequencies_of_a_part(models):
     positions = torch.arange(300)[None]
     whole = rotary(x, positions)
     rotary(x, positions[:, :20])
-    with whole_prompt.prefill_as_whole(ours, torch.ones(1, 300)):
+    with whole_prompt.rope_of_whole_prompt(ours, torch.ones(1, 300)):
         part = rotary(x, position_ids=positions[:, 5:40])
     for one, other in zip(whole, part, strict=True):
         assert torch.equal(one[:, 5:40], other)

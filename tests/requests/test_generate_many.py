@@ -112,11 +112,11 @@ def test_prompts_that_begin_alike_share_pages(models, texts, monkeypatch):
     begin = texts[3]
     prompts = [torch.cat([begin[:200], text]) for text in texts]
     chunks = []
-    read = pool_steps.PoolSteps.read
+    prefill = pool_steps.PoolSteps.prefill
     monkeypatch.setattr(
         pool_steps.PoolSteps,
-        "read",
-        lambda self, row, ids: (chunks.append((row.length, row.length + len(ids))), read(self, row, ids))[1],
+        "prefill",
+        lambda self, row, ids: (chunks.append((row.length, row.length + len(ids))), prefill(self, row, ids))[1],
     )
     found = lb.generate_many(ours, prompts, "dense", max_new_tokens=12, max_rows=2, do_sample=False, **FIXED)
     # after a prefix of 160 tokens, too, prompts are divided at multiples of the chunk size

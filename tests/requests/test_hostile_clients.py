@@ -273,7 +273,7 @@ def test_a_loop_that_cannot_go_on_ends_the_server(folder, monkeypatch, caplog):
 
     streams = [client.send(chat(max_tokens=ENDLESS, stream=streamed)) for streamed in (True, False)]
     client.wait(lambda: len(made[0]._scheduler.decoding) == 2)
-    monkeypatch.setattr(made[0]._scheduler, "_let_in", broken)
+    monkeypatch.setattr(made[0]._scheduler, "_admit_waiting", broken)
     events, whole = [each.getresponse() for each in streams]
     assert whole.status == 503
     assert "the device is gone" in json.loads(whole.read())["error"]["message"]

@@ -58,7 +58,7 @@ def test_every_format(model, formats):
     poison(steps.pool)
     rows = [steps.pool.enter(128) for _ in texts]
     for row, text in zip(rows, texts, strict=True):
-        steps.read(row, text)
+        steps.prefill(row, text)
         steps.newest[row.slot] = 5
     logits = steps.decode(rows)
     for row, text in zip(rows, texts, strict=True):
@@ -157,10 +157,10 @@ def test_a_row_that_does_not_fit_changes_nothing(model):
     with pytest.raises(ValueError, match="limit=513"):
         pool.enter(513)
     assert pages.free == pages.count  # pages come when they are due
-    steps.read(row, torch.zeros(200, dtype=torch.long))
+    steps.prefill(row, torch.zeros(200, dtype=torch.long))
     assert pages.free < pages.count
     with pytest.raises(ValueError, match="its limit is 300"):
-        steps.read(row, torch.zeros(101, dtype=torch.long))
+        steps.prefill(row, torch.zeros(101, dtype=torch.long))
     steps.leave(row)
     assert all_free(pool)
 

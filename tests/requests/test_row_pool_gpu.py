@@ -84,7 +84,7 @@ def test_rows_have_the_logits_that_they_have_alone(model, backend, formats):
     rows = []
     for text, wanted in zip(texts, expected, strict=True):
         rows.append(steps.pool.enter(1024))
-        close(steps.read(rows[-1], text), wanted[0])
+        close(steps.prefill(rows[-1], text), wanted[0])
     waiting = steps.pool.enter(1024)
     for step in range(more.shape[1]):
         if step == 70:  # a row leaves, and the last one takes its slot
@@ -92,7 +92,7 @@ def test_rows_have_the_logits_that_they_have_alone(model, backend, formats):
             poison(steps.pool)
         present = [0, 2] if step >= 70 else [0, 1, 2]
         if step % 40 == 10:
-            steps.read(waiting, torch.randint(3, 160, (30,)))
+            steps.prefill(waiting, torch.randint(3, 160, (30,)))
         for place in present:
             steps.newest[rows[place].slot] = more[place, step]
         logits = steps.decode([rows[place] for place in present])
@@ -118,7 +118,7 @@ def test_forks_and_prefixes(model, backend):
     poison(pool)
     sharing = pool.enter(1024, prefixes.find(text.tolist()))
     assert sharing.length == length
-    close(steps.read(sharing, text[length:]), wanted[0])
+    close(steps.prefill(sharing, text[length:]), wanted[0])
     for step, token in enumerate(tokens):
         steps.newest[[fork.slot, sharing.slot]] = token.cuda()
         logits = steps.decode([fork, sharing])
@@ -285,7 +285,7 @@ def test_a_step_unpacks_no_history():
     rows = [steps.pool.enter(20000) for _ in range(4)]
     for row in rows:
         for chunk in torch.randint(3, 160, (16384,)).split(2048):
-            steps.read(row, chunk)
+            steps.prefill(row, chunk)
     for _ in range(4):
         steps.decode(rows)
     torch.cuda.reset_peak_memory_stats()
@@ -301,7 +301,7 @@ def test_steps_wait_for_nothing(model):
     steps = steps_on(model, slots=3, page_size=128, residual=128, poisoned=False)
     rows = [steps.pool.enter(400) for _ in range(3)]
     for row in rows:
-        steps.read(row, torch.randint(3, 160, (200,)))
+        steps.prefill(row, torch.randint(3, 160, (200,)))
     for _ in range(4):
         steps.decode(rows)
     torch.cuda.synchronize()
@@ -311,7 +311,7 @@ def test_steps_wait_for_nothing(model):
             logits = steps.decode(rows)
             steps.newest[:3] = logits[:3].argmax(-1)
         steps.leave(rows[0])
-        steps.read(steps.pool.enter(300), torch.randint(3, 160, (100,)).pin_memory())
+        steps.prefill(steps.pool.enter(300), torch.randint(3, 160, (100,)).pin_memory())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert padded_rows(3) == [1, 3]

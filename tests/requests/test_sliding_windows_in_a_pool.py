@@ -85,7 +85,7 @@ def test_logits_are_those_of_transformers_cache(models, texts):
         caches = [DynamicCache(config=theirs.config) for _ in rows]
         for row, text, cache in zip(rows, texts[2:5], caches, strict=True):
             for part in text.split(CHUNK):
-                logits = steps.read(row, part)
+                logits = steps.prefill(row, part)
             steps.newest[row.slot] = 5
             expected = theirs(text[None], past_key_values=cache).logits[0, -1]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -127,7 +127,7 @@ def test_a_row_that_is_being_read_is_not_changed_by_steps_of_others(gemma, texts
     first, second = steps.pool.enter(400), steps.pool.enter(400)
     read(steps, first, texts[1])
     for part in texts[4].split(50):
-        logits = steps.read(second, part)
+        logits = steps.prefill(second, part)
         decode(steps, [first])
     steps.newest[second.slot] = logits.argmax()
     answer = [int(logits.argmax())] + [decode(steps, [first, second])[1] for _ in range(25)]

@@ -108,7 +108,7 @@ class Device:
 
     def __init__(self, scheduler, events):
         self.given, self.events = 0, events
-        scheduler._late = True
+        scheduler._tokens_arrive_late = True
         scheduler._on_its_way = lambda sequences, drawn: _Pending(
             sequences, drawn, drawn.sent, drawn.logprobs, Arrival(self)
         )
@@ -160,17 +160,27 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
 
     if device is not None and kind != "GPU":
         monkeypatch.setattr(run.scheduler.kept, "add", lambda row, ids: device.begin())
-    for name in ("read", "decode"):
+    for name in ("prefill", "decode"):
         monkeypatch.setattr(run.scheduler.steps, name, watched(name, getattr(run.scheduler.steps, name)))
     while run.round():
         pass
     assert {result.index: len(result.generated_tokens) for result in run.results} == {0: 2, 1: 2, 2: 1}
-    first = ["read", "token of 0", "read", "token of 1", "read", "token of 2", "decode", "token of 0", "token of 1"]
-    delivered_late = [
-        "read",
-        "read",
+    first = [
+        "prefill",
         "token of 0",
-        "read",
+        "prefill",
+        "token of 1",
+        "prefill",
+        "token of 2",
+        "decode",
+        "token of 0",
+        "token of 1",
+    ]
+    delivered_late = [
+        "prefill",
+        "prefill",
+        "token of 0",
+        "prefill",
         "token of 1",
         "decode",
         "token of 2",

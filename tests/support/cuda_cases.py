@@ -52,7 +52,7 @@ def check_long_chunk(case: Case, launch, monkeypatch) -> None:
     def refused(*args):
         raise AssertionError("Triton's kernels were called")
 
-    monkeypatch.setattr(launch, "why_no_launcher", lambda: "no compiler")
+    monkeypatch.setattr(launch, "why_triton_cannot_launch", lambda: "no compiler")
     monkeypatch.setattr(prompt, "attend", refused)
     assert case.groups * case.tokens > launch.FUSED_ROWS["cuda"]
     kernels.check_attend(fragment(case))

@@ -45,7 +45,7 @@ def one_row(model, ids, preset="kivi-4-sink", new_tokens=20, chunk=CHUNK, **opti
 def read(steps, row, ids, chunk=CHUNK) -> int:
     """Read a text to its end. The greedy token after it."""
     for part in ids.split(chunk):
-        logits = steps.read(row, part)
+        logits = steps.prefill(row, part)
     steps.newest[row.slot] = logits.argmax()
     return int(logits.argmax())
 

@@ -27,9 +27,9 @@ COMPILER = choice.why_cuda_cannot_compile
 
 @pytest.fixture
 def reason():
-    toolchain.why_no_launcher.cache_clear()
-    yield toolchain.why_no_launcher
-    toolchain.why_no_launcher.cache_clear()
+    toolchain.why_triton_cannot_launch.cache_clear()
+    yield toolchain.why_triton_cannot_launch
+    toolchain.why_triton_cannot_launch.cache_clear()
 
 
 def _headers(monkeypatch, folder: Path) -> None:
@@ -113,7 +113,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(ops, "operations_of", lambda *chosen: reference.OPERATIONS)
     monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
     monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(choice, "why_no_launcher", lambda: None)
+    monkeypatch.setattr(choice, "why_triton_cannot_launch", lambda: None)
 
 
 def _summary(dtype=torch.float16) -> str:
@@ -144,12 +144,12 @@ def test_summary_where_cuda_does_not_serve_the_model(on_a_gpu):
 
 
 def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(choice, "why_no_launcher", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(choice, "why_triton_cannot_launch", lambda: "Triton needs a C compiler")
     assert "cuda (slower with long chunks: Triton needs a C compiler)" in _summary()
 
 
 def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(choice, "why_gpu_launches_nothing", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(choice, "why_gpu_cannot_launch", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: "needs NVRTC")
     with pytest.raises(
         RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
@@ -162,7 +162,7 @@ def test_steps_are_not_compiled_without_a_compiler(monkeypatch):
 
     model = tiny_models("llama")[0]
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(call_options, "why_gpu_launches_nothing", lambda: "Triton needs a C compiler")
+    monkeypatch.setattr(call_options, "why_gpu_cannot_launch", lambda: "Triton needs a C compiler")
     message = "cannot be compiled: Triton needs a C compiler; step='recorded' works without a compiler"
     with pytest.raises(RuntimeError, match=message):
         lb.generate(model, torch.arange(3, 9)[None], "kivi-2", max_new_tokens=3, step="compiled")
@@ -175,7 +175,7 @@ def test_preallocated_steps_without_a_compiler(monkeypatch):
 
     model, prompt = tiny_models("llama")[0], torch.arange(3, 43)[None]
     texts, kept = [], []
-    monkeypatch.setattr(low_bit_layer, "why_gpu_launches_nothing", lambda: "there is no Python.h")
+    monkeypatch.setattr(low_bit_layer, "why_gpu_cannot_launch", lambda: "there is no Python.h")
     for options in ({}, {"max_cache_len": 128}):
         cache = lb.from_preset("kivi-2", model, **SMALL_PAGES, **options)
         texts.append(model.generate(prompt, past_key_values=cache, max_new_tokens=30, do_sample=False))
@@ -194,11 +194,11 @@ def test_preallocated_steps_without_a_compiler(monkeypatch):
         (True, "no compiler", SimpleNamespace(active=SimpleNamespace(utils="from Triton's cache")), None),
     ],
 )
-def test_why_gpu_launches_nothing(gpu, reason, driver, expected, monkeypatch):
+def test_why_gpu_cannot_launch(gpu, reason, driver, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(toolchain, "why_no_launcher", lambda: reason)
+    monkeypatch.setattr(toolchain, "why_triton_cannot_launch", lambda: reason)
     monkeypatch.setattr("triton.runtime.driver", driver)  # None: any access raises
-    assert toolchain.why_gpu_launches_nothing() == expected
+    assert toolchain.why_gpu_cannot_launch() == expected
 
 
 #: logits of a long prompt and of steps after it, and the cache's summary

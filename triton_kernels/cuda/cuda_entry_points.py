@@ -3,8 +3,8 @@
 A step of one token is one launch, which also transforms queries and keys. A transform by a full matrix is an earlier launch.
 
 Triton's kernels serve many query rows and `read`. They are imported when they are first needed. If Triton cannot launch
-kernels (`toolchain.why_no_launcher`), the decode kernel serves any number of query rows, though slowly, and the reference
-serves `read`.
+kernels (`toolchain.why_triton_cannot_launch`), the decode kernel serves any number of query rows, though slowly, and the
+reference serves `read`.
 
 `attend` and `append` never wait for the GPU, so both can be captured in a CUDA graph. Only the first call of a kind
 waits, because it loads the kernel.
@@ -25,7 +25,7 @@ from ...storage.step import Operations, StepInputs
 from ...storage.transforms import Transform
 from ..common import pages_due, real_tokens
 from ..config import FUSED_ROWS
-from ..toolchain import why_no_launcher
+from ..toolchain import why_triton_cannot_launch
 from .arguments import ProjectArgs, TransformArgs, address, append_args, factors
 from .decode_kernel import aligned, attend_variant, check_dtype, count_launch, kernel_for, kernel_transform, launches
 from .geometry import (
@@ -92,7 +92,7 @@ class CudaOperations(Operations):
     def _attend(self, inputs: StepInputs, store: LayerStore, append: bool) -> tuple[torch.Tensor, StepInputs | None]:
         """The output; and the transformed inputs, or `None` if the kernel has stored it. append: whether it should; not
         every kernel can."""
-        if inputs.query_rows > FUSED_ROWS["cuda"] and why_no_launcher() is None:
+        if inputs.query_rows > FUSED_ROWS["cuda"] and why_triton_cannot_launch() is None:
             from .. import prompt
 
             inputs = _transformed(inputs, store)
@@ -125,7 +125,7 @@ OPERATIONS = CudaOperations()
 
 def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`, by Triton's kernels."""
-    if why_no_launcher() is not None:
+    if why_triton_cannot_launch() is not None:
         return reference.OPERATIONS.read(store, max_length)
     from ..read import read as unpacked
 

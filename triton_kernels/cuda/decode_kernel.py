@@ -17,7 +17,7 @@ from ...storage.step import StepInputs
 from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
 from ..determinism import fixed_order
-from ..toolchain import why_no_launcher
+from ..toolchain import why_triton_cannot_launch
 from .arguments import AttendArgs, Factors, StepArgs, address, factors, set_layer_fields, tables
 from .geometry import Sinks, assign_rows, grid_size
 from .modules import AttendVariant, attend_module, properties
@@ -138,7 +138,7 @@ class DecodeKernel:
         if row_blocks > MAX_ROW_BLOCKS:
             raise ValueError(
                 f"a chunk of {tokens} tokens is too long; allowed here: {MAX_ROW_BLOCKS * row_block // (q_heads // heads)} "
-                f"(prefill_chunk_size=...), because {why_no_launcher()}"
+                f"(prefill_chunk_size=...), because {why_triton_cannot_launch()}"
             )
         # no more warp groups than can have work: pages of 128 tokens, window segments of 32 tokens, and a rest of each, for
         # rows of the largest length. Only the GPU knows the lengths of rows

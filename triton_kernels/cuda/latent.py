@@ -5,8 +5,8 @@ quantizes queries and weights; `eval/benchmarks/snapmla_pipeline.py` is its refe
 content in the model's dtype.
 
 Triton's kernels (`prompt.py`) serve more than `TOKENS` new tokens, more than `DENSE_ROWS` query rows over content
-in the model's dtype, and `read`. If Triton cannot launch kernels (`toolchain.why_no_launcher`), the reference does. All
-other steps are two launches, and can be captured in a CUDA graph.
+in the model's dtype, and `read`. If Triton cannot launch kernels (`toolchain.why_triton_cannot_launch`), the reference does.
+All other steps are two launches, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ...storage.paged_store import LayerStore
 from ...storage.step import Operations, StepInputs
 from .. import prompt
 from ..common import real_tokens
-from ..toolchain import why_no_launcher
+from ..toolchain import why_triton_cannot_launch
 from .arguments import address
 from .cuda_entry_points import read
 from .decode_kernel import aligned, launches
@@ -288,7 +288,7 @@ def _step(inputs: StepInputs, store: LayerStore, storing: bool) -> torch.Tensor:
     (batch, heads, tokens, _), rank, rope = q.shape, k.shape[-1], v.shape[-1]
     too_many_rows = _exact(spec) and heads * tokens > DENSE_ROWS
     if tokens > TOKENS or too_many_rows or softcap is not None or sinks is not None:
-        out = (prompt.attend if why_no_launcher() is None else reference.OPERATIONS.attend)(inputs, store)
+        out = (prompt.attend if why_triton_cannot_launch() is None else reference.OPERATIONS.attend)(inputs, store)
         if storing:
             _append(inputs, store)
         return out
