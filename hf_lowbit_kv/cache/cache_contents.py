@@ -121,10 +121,10 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
             seen, tokens, states = contents_of(layer)
             copies = None if tokens is None else (tokens[0][rows].clone(), tokens[1][rows].clone())
             native_layers[index] = NativeContents(seen, copies, {name: x[rows].clone() for name, x in states.items()})
-        elif (store := layer.store) is not None and layer.length.ask():
+        elif (store := layer.store) is not None and layer.length.read_count():
             of_layer = take_tokens(store, None if row is None else [row], first_page, shared)
             sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
-            counts = layer.length.ask(), layer._in_tail, layer._mode or "packed"
+            counts = layer.length.read_count(), layer._in_tail, layer._mode or "packed"
             padding = [(int(start), mask) for start, mask in layer._padding._noted] if row is None else []
             packed[index] = LayerContents(store.spec, of_layer, *sizes, *counts, padding)
     values = cache.positions.values

@@ -164,7 +164,7 @@ class ReadLengths:
             return
         if tokens == 1 or forced is not None:
             return
-        if max(layer.length.ask() + tokens, self.first or 0, self.columns or 0) <= self.rope.limit:
+        if max(layer.length.read_count() + tokens, self.first or 0, self.columns or 0) <= self.rope.limit:
             return
         if not self.rope.agree(self.first_read(cache), read := _longest_row(cache) + tokens):
             self.mix(cache, read)
@@ -192,7 +192,7 @@ class ReadLengths:
             if self.columns is not None and self.columns <= self.rope.limit:
                 return self.columns
             # the first pass was padded by as much as the cache is now
-            padding = 0 if self.columns is None else cache.packed_layers[0].length.ask() - self.columns
+            padding = 0 if self.columns is None else cache.packed_layers[0].length.read_count() - self.columns
             self.first = max(_longest_row(cache) - padding, 1)
         return self.first
 

@@ -250,7 +250,7 @@ class LowBitLayer(CacheLayerMixin):
         count = self.check_crop(tokens_to_remove)
         if count == 0 or not self.is_initialized:
             return
-        end = self.length.ask()
+        end = self.length.read_count()
         self._shorten(self._padding.real_among_last(count, end), count)
         self._padding.cut(end - count)
         self.length.set(end - count)
@@ -271,7 +271,7 @@ class LowBitLayer(CacheLayerMixin):
 
     def stored_positions(self) -> torch.Tensor | None:
         """bool `[B, n]`: which of the positions seen are stored; `None`: all. Waits for the device."""
-        return self._padding.real(self.length.ask())
+        return self._padding.real(self.length.read_count())
 
     def set_stored_positions(self, stored: torch.Tensor) -> None:
         """Only these of the positions seen are stored, bool `[B, n]`."""
@@ -422,7 +422,7 @@ class LowBitLayer(CacheLayerMixin):
         return out
 
     def _update_dense(self, key_states: torch.Tensor, value_states: torch.Tensor):
-        past = self.length.ask()
+        past = self.length.read_count()
         self._make_room(key_states.shape[2], "dense")
         store = self.store
         assert store is not None
@@ -453,7 +453,7 @@ class LowBitLayer(CacheLayerMixin):
         if mask is None:
             self._in_tail += tokens
         else:  # a row may have got none of these tokens, if they were padding
-            seen = self.length.seen if tokens == 1 else self.length.ask()
+            seen = self.length.seen if tokens == 1 else self.length.read_count()
             self._padding.note(seen - tokens, mask)
         self._in_tail = min(self._in_tail, self.spec.residual)  # packing leaves that many
 
@@ -474,7 +474,7 @@ class LowBitLayer(CacheLayerMixin):
     def snapshot(self) -> Progress:
         """The rows' counters, for `restore`. Waits for the device."""
         state = self.store.state
-        return Progress(state.length.clone(), state.paged.clone(), self.length.ask(), self._mode)
+        return Progress(state.length.clone(), state.paged.clone(), self.length.read_count(), self._mode)
 
     def restore(self, progress: Progress) -> None:
         """Set the counters back to `progress`, for measurements that repeat a step on a layer. Tokens are not restored:

@@ -122,7 +122,7 @@ class PassGuard:
         packed = [layer.length for layer in cache.packed_layers]
         if len(sliding | {length.at_least for length in packed}) == 1:
             return
-        seen = sliding | {length.ask() for length in packed}  # may wait after compiled steps
+        seen = sliding | {length.read_count() for length in packed}  # may wait after compiled steps
         if len(seen) > 1:
             raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
 

@@ -179,7 +179,7 @@ class Length:
         new.set(self.at_least)
         return new
 
-    def ask(self) -> int:
+    def read_count(self) -> int:
         """The number of tokens seen. Waits for the device if only the device knows it."""
         self.at_least = int(self.seen)
         return self.at_least
@@ -234,7 +234,7 @@ class DeviceLength(Length):
 
     def sync_counts(self, others: Sequence[Length]) -> None:
         before = self.at_least
-        missed = self.ask() - before  # tokens of compiled steps
+        missed = self.read_count() - before  # tokens of compiled steps
         for other in others:
             assert isinstance(other, DeviceLength)
             if other is not self:
@@ -243,7 +243,7 @@ class DeviceLength(Length):
 
     def check(self, tokens: int, wait: bool) -> None:
         if wait and not self._compared:
-            self.ask()
+            self.read_count()
         self._compared = False
         if self.at_least + tokens > self.capacity:
             raise ValueError(

@@ -61,7 +61,7 @@ def head_dim(shape: torch.Size, bits: int) -> int:
     return shape[-3] * shape[-1] * 32 // bits
 
 
-def places(
+def field_positions(
     bits: int, layout: str, head_dim: int, pairs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The word of its lane, the lane, and the lowest bit of each token and channel of a segment, int64 `[32, D]` or `[D]`."""
@@ -77,7 +77,7 @@ def places(
     return word, 4 * row_x + (column_x >> 1), bit
 
 
-def position(word: torch.Tensor, lane: torch.Tensor, count: int) -> torch.Tensor:
+def word_index(word: torch.Tensor, lane: torch.Tensor, count: int) -> torch.Tensor:
     """Where a lane's words are in a segment, `[words / V, lanes, V]` flattened. count: a lane's words of a segment."""
     wide = vector(count)
     return word // wide * (LANES * wide) + lane * wide + word % wide
@@ -87,17 +87,17 @@ def position(word: torch.Tensor, lane: torch.Tensor, count: int) -> torch.Tensor
 def _fields(bits: int, layout: str, head_dim: int, pairs: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For one segment: the position of each field among the segment's tokens and channels, `[words / V, lanes, V, fields]`;
     the bit of each field; and the field of each position, `[32 * head_dim]`."""
-    word, lane, bit = places(bits, layout, head_dim, pairs)
+    word, lane, bit = field_positions(bits, layout, head_dim, pairs)
     sizes = shape(bits, head_dim, SEGMENT)[1:]
-    order = (position(word, lane, sizes[0] * sizes[2]) * 32 + bit).flatten().argsort()
+    order = (word_index(word, lane, sizes[0] * sizes[2]) * 32 + bit).flatten().argsort()
     return order.view(*sizes, 32 // bits), torch.arange(32 // bits) * bits, order.argsort()
 
 
 def pack(codes: torch.Tensor, bits: int, layout: str, pairs: bool = False) -> torch.Tensor:
     """int `[..., page, D]` -> int32 words `[..., segments, words / V, lanes, V]`. pairs: e4m3 codes, of 8 bits."""
-    position, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
+    order, shift, _ = (x.to(codes.device) for x in _fields(bits, layout, codes.shape[-1], pairs))
     segments = codes.long().unflatten(-2, (-1, SEGMENT)).flatten(-2, -1)
-    return (segments[..., position] << shift).sum(-1).to(torch.int32)
+    return (segments[..., order] << shift).sum(-1).to(torch.int32)
 
 
 def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int, pairs: bool = False) -> torch.Tensor:

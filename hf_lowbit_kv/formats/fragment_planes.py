@@ -38,11 +38,11 @@ def shape(bits: int, head_dim: int, page_size: int) -> tuple[int, ...]:
 @functools.cache
 def _positions(bits: int, layout: str, head_dim: int) -> fragment.Positions:
     """Where the two planes are in the words of a segment."""
-    word, lane, bit = fragment.places(HIGH, layout, head_dim)
+    word, lane, bit = fragment.field_positions(HIGH, layout, head_dim)
     c, h = word // 2, word & 1
     first, count = words(bits, head_dim)
     low = (first + c, bit + 2 * h) if bits - HIGH == 2 else (first + c // 2, bit + 2 * h + (c & 1))
-    return tuple((fragment.position(word, lane, count), at) for word, at in ((word, bit), low))
+    return tuple((fragment.word_index(word, lane, count), at) for word, at in ((word, bit), low))
 
 
 @functools.cache

@@ -101,10 +101,10 @@ def _positions(pattern: str, layout: str, head_dim: int) -> fragment.Positions:
             bit = 16 * (column & 1) + 8 * j + 4 * h + at % 4
             before += width * -(-len(channel) // OCTET)
         else:  # planes of all channels
-            word, lane, bit = fragment.places(max(width, 2), layout, head_dim)
+            word, lane, bit = fragment.field_positions(max(width, 2), layout, head_dim)
             if width == 1:
                 word, bit = head_dim // 16 + word // 2, bit + (word & 1)
-        positions.append((fragment.position(word, lane, words(planes, layout)), bit))
+        positions.append((fragment.word_index(word, lane, words(planes, layout)), bit))
     return tuple(positions)
 
 

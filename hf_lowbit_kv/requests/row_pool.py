@@ -21,7 +21,7 @@ import torch
 
 from ..cache.cache_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import PagePool, Slab, located
+from ..storage.page_pool import PagePool, Slab, locate
 from ..storage.stored_tokens import in_layout_of
 from .ring_memory import RingMemory, RingShape
 from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
@@ -303,7 +303,7 @@ class RowPool:
         for paging, spec in self._specs.items():
             indices = self.memory.layers_of(paging)
             tokens = parts[indices[0]].tokens
-            slabs, locations = located(tokens.slabs, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
+            slabs, locations = locate(tokens.slabs, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
             paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
             first = {slab: self._attach(indices, parts, slab) for slab in np.unique(slabs[:full]).tolist()}
             numbers = list(zip(slabs.tolist(), locations.tolist(), strict=True))
@@ -328,12 +328,12 @@ class RowPool:
         slab = Slab(len(tokens.slabs[number])) if tokens.shared is None else tokens.shared[number]
         pages = self.page_pools[paging]
         if slab in pages.acquired:
-            return pages.first(pages.slabs.index(slab))
+            return pages.first_page(pages.slabs.index(slab))
         alike = all(parts[i].spec == self.layers[i].spec for i in indices)
         memory = [parts[i].tokens.slabs[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
         index = pages.attach(slab)
         self.memory.attach(paging, index, memory)
-        return pages.first(index)
+        return pages.first_page(index)
 
     def idle_bytes(self, more_than: float) -> int:
         """Bytes of the attached slabs that no row reads; 0 if all slabs together have no more bytes than that."""
@@ -347,7 +347,7 @@ class RowPool:
             self.page_pools[paging].slabs[number]
             for row in self.rows
             for paging, pages in row.pages.items()
-            for number in {*located(self.page_pools[paging].slabs, np.array(pages, dtype=np.int64))[0].tolist()}
+            for number in {*locate(self.page_pools[paging].slabs, np.array(pages, dtype=np.int64))[0].tolist()}
         }
         return sum(len(slab) * sizes[paging] for slab, paging in attached if slab not in read)
 

@@ -20,7 +20,7 @@ import torch
 
 from ..cache.low_bit_layer import LowBitLayer
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import located, upload
+from ..storage.page_pool import locate, upload
 from ..storage.paged_store import SCRATCH, LayerState
 from .ring_memory import RingMemory
 
@@ -227,7 +227,7 @@ class SlotMemory:
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
         """Write entries of page tables. entries: (slot, index in the slot's table, page number)."""
         numbers = np.array(entries, dtype=np.int64).T
-        slab, place = located(self.states[self.layers_of(paging)[0]].pool, numbers[2])
+        slab, place = locate(self.states[self.layers_of(paging)[0]].pool, numbers[2])
         for device in {group.pages.device for group in self._groups_of(paging)}:
             groups = [group for group in self._groups_of(paging) if group.pages.device == device]
             addresses = [self._addresses(group, slab, place) for group in groups]

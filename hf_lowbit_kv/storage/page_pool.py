@@ -55,17 +55,17 @@ class PageUser:
         self.acquired: dict[Slab, np.ndarray] = {}
         weakref.finalize(self, _release, self.acquired).atexit = False
 
-    def set_references(self, acquired: dict[Slab, np.ndarray], uses: bool = True) -> None:
+    def set_references(self, acquired: dict[Slab, np.ndarray], counts_memory: bool = True) -> None:
         """Have these references instead of the present ones.
 
         Args:
-            uses: whether the slabs' memory may be counted for this object.
+            counts_memory: whether the slabs' memory may be counted for this object.
         """
         with _lock:
             for slab, counts in acquired.items():
                 if slab not in self.acquired:
                     self.acquired[slab] = np.zeros_like(counts)
-                    if uses:
+                    if counts_memory:
                         slab.join(self)
                 slab.references += counts - self.acquired[slab]
                 self.acquired[slab] = counts
@@ -90,7 +90,7 @@ class PinnedPages(PageUser):
         self.set_references({self.slab: np.ones(pages, dtype=np.int32)})
 
 
-def located(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def locate(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int64 each: the slab of each of these pages, and its index there. Numbers count through the slabs."""
     sizes = np.array([len(slab) for slab in slabs], dtype=np.int64)
     ends = np.cumsum(sizes)
@@ -158,8 +158,8 @@ class PageTables(PageUser):
                 for slab, counts in self.acquired.items()
             )
 
-    def located(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return located(self.slabs, numbers)
+    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return locate(self.slabs, numbers)
 
     def widen(self, pages: int) -> None:
         """Give every row this many more pages, in one new slab."""
@@ -167,7 +167,7 @@ class PageTables(PageUser):
         new = np.arange(first, first + len(slab), dtype=np.int32).reshape(self.rows, pages)
         self._set([*self.slabs, slab], np.concatenate([self.table, new], axis=1))
 
-    def choose(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> None:
+    def select_rows(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> None:
         """Replace row `b` by row `rows[b]` and share its full pages. Give every other entry a page of its own; a partial page
         is copied into it.
 
@@ -194,31 +194,31 @@ class PageTables(PageUser):
         if not all_mine or not np.array_equal(new, table):
             self._set(slabs, new, everything=not all_mine)
 
-    def adopt(self, slabs: Sequence[Slab], ids: np.ndarray, lasting: np.ndarray) -> None:
+    def adopt(self, slabs: Sequence[Slab], ids: np.ndarray, adopted: np.ndarray) -> None:
         """Nothing is stored. Use pages of these slabs.
 
         Args:
-            ids: int64 `[B, P]`: page numbers through these slabs. lasting: bool `[B, P]`: entries that use a page of
+            ids: int64 `[B, P]`: page numbers through these slabs. adopted: bool `[B, P]`: entries that use a page of
                 `slabs`; the others get a page of a new slab, which comes first.
         """
-        count = int((~lasting).sum())
-        own = max(count, 0 if lasting.any() else 1)  # without rows, too, there is a slab
-        table = np.where(lasting, ids + own, 0).astype(np.int32)
-        table[~lasting] = np.arange(count)
+        count = int((~adopted).sum())
+        own = max(count, 0 if adopted.any() else 1)  # without rows, too, there is a slab
+        table = np.where(adopted, ids + own, 0).astype(np.int32)
+        table[~adopted] = np.arange(count)
         self._set([*([Slab(own)] if own else []), *slabs], table, everything=True)
 
     def fork(self, n: int, full: np.ndarray, width: int) -> list[PageTables]:
         """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row."""
-        lasting = np.arange(width) < full[:, None]
-        ids = np.zeros(lasting.shape, dtype=np.int64)
+        adopted = np.arange(width) < full[:, None]
+        ids = np.zeros(adopted.shape, dtype=np.int64)
         ids[:, : self.width] = self.table[:, :width]
-        slab, index = self.located(ids)
-        used = np.unique(slab[lasting])
+        slab, index = self.locate(ids)
+        used = np.unique(slab[adopted])
         firsts = np.zeros(len(self.slabs), dtype=np.int64)
         firsts[used] = np.cumsum([0, *(len(self.slabs[each]) for each in used)])[:-1]
         forks = [PageTables(self.rows, 0) for _ in range(n)]
         for fork in forks:
-            fork.adopt([self.slabs[each] for each in used], firsts[slab] + index, lasting)
+            fork.adopt([self.slabs[each] for each in used], firsts[slab] + index, adopted)
         return forks
 
     def undo(self, before: tuple) -> None:
@@ -297,10 +297,10 @@ class PagePool(PageUser):
         self.count = count
         #: in the order of numbers. Those of a detached slab have no references, and are free for a slab of the same size
         self.slabs = [Slab(count)]
-        self._hold(self.slabs[0], uses=True)
+        self._hold(self.slabs[0], counts_memory=True)
 
-    def _hold(self, slab: Slab, uses: bool = False) -> None:
-        self.set_references({**self.acquired, slab: np.zeros(len(slab), dtype=np.int32)}, uses)
+    def _hold(self, slab: Slab, counts_memory: bool = False) -> None:
+        self.set_references({**self.acquired, slab: np.zeros(len(slab), dtype=np.int32)}, counts_memory)
 
     @property
     def free(self) -> int:
@@ -309,7 +309,7 @@ class PagePool(PageUser):
 
     def references(self, page: int) -> int:
         """How many references of rows and prefixes a page has."""
-        slab, index = located(self.slabs, np.array(page))
+        slab, index = locate(self.slabs, np.array(page))
         counts = self.acquired.get(self.slabs[slab])
         return 0 if counts is None else int(counts[index])
 
@@ -334,7 +334,7 @@ class PagePool(PageUser):
         return self.free - before
 
     def _change(self, pages: Sequence[int], change: int) -> None:
-        slabs, indices = located(self.slabs, np.asarray(pages, dtype=np.int64))
+        slabs, indices = locate(self.slabs, np.asarray(pages, dtype=np.int64))
         with _lock:
             for number in np.unique(slabs):
                 slab, of_slab = self.slabs[number], indices[slabs == number]
@@ -344,13 +344,13 @@ class PagePool(PageUser):
 
     # ---- slabs of others -----------------------------------------------------------------------------------------
 
-    def first(self, index: int) -> int:
+    def first_page(self, index: int) -> int:
         """The number of the first page of slab `index`."""
         return sum(map(len, self.slabs[:index]))
 
     def slab_of(self, page: int) -> Slab | None:
         """The attached slab of a page; `None`: it is a page of the pool."""
-        return None if page < self.count else self.slabs[int(located(self.slabs, np.array(page))[0])]
+        return None if page < self.count else self.slabs[int(locate(self.slabs, np.array(page))[0])]
 
     @property
     def attached(self) -> list[Slab]:

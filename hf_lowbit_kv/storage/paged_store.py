@@ -239,14 +239,14 @@ class PagedStore(LayerStore):
         memory: Sequence[torch.Tensor],
         slabs: Sequence[Slab] | None,
         table: np.ndarray,
-        lasting: np.ndarray,
+        adopted: np.ndarray,
         width: int,
     ) -> None:
         """Let the empty rows of a growing store have pages of these slabs.
 
         Args:
             memory: uint8 `[n, H, page_bytes]` each. slabs: their counts; `None`: they are used only here.
-            table: int64 `[B, P]`: page numbers through these slabs. lasting: bool `[B, P]`: entries that use a page of
+            table: int64 `[B, P]`: page numbers through these slabs. adopted: bool `[B, P]`: entries that use a page of
                 `slabs`; the others get a page of a new slab.
             width: pages of each row.
         """
@@ -254,7 +254,7 @@ class PagedStore(LayerStore):
             if first:
                 full = np.zeros((self.batch_size, max(width, self.tables.width)), dtype=bool)
                 ids = full.astype(np.int64)
-                full[:, : lasting.shape[1]], ids[:, : table.shape[1]] = lasting, table
+                full[:, : adopted.shape[1]], ids[:, : table.shape[1]] = adopted, table
                 self.tables.adopt(slabs or [Slab(len(pages)) for pages in memory], ids, full)
             named = self.tables.slabs[-len(memory) :]
             self._follow(dict(zip(named, memory, strict=True)))
@@ -324,7 +324,7 @@ class PagedStore(LayerStore):
     def _numbers(self, pool: list[torch.Tensor], rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
         """int64 `[4, n]` on the device: entries of the table, their page numbers and addresses."""
         numbers = self.tables.table[rows, columns]
-        slab, index = self.tables.located(numbers)
+        slab, index = self.tables.locate(numbers)
         starts = np.array([each.data_ptr() - pool[0].data_ptr() for each in pool], dtype=np.int64)
         sizes = np.array([each.stride(0) for each in pool], dtype=np.int64)
         return upload(np.stack([rows, columns, numbers, starts[slab] + sizes[slab] * index]), self.device)
@@ -370,7 +370,7 @@ class PagedStore(LayerStore):
             if first:
                 numbers = torch.cat([rows.long(), state.paged[:, 0].long()]).cpu().numpy()
                 chosen, paged = numbers[: len(rows)], numbers[len(rows) :]
-                self.tables.choose(paged[chosen], self.spec.page_size, chosen)
+                self.tables.select_rows(paged[chosen], self.spec.page_size, chosen)
             names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost")
             windows = {name: getattr(state, name)[rows] for name in names}
             if len(rows) != self.batch_size:
@@ -384,7 +384,7 @@ class PagedStore(LayerStore):
         with self._changing() as first:
             if first and not self.tables.exclusive:
                 paged = self.state.paged[:, 0].cpu().numpy().astype(np.int64)
-                self.tables.choose(paged, self.spec.page_size)
+                self.tables.select_rows(paged, self.spec.page_size)
             self._follow()
 
     def write_pages(self, ids: torch.Tensor, contents: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ def _forks(
                     for slab in each.slabs
                 ]
             )
-    slab, index = first.located(first.table)
+    slab, index = first.locate(first.table)
     starts = np.array([[part.data_ptr() for part in pool] for pool in pools])
     sizes = np.array([state.pool[0].stride(0) for state in states] * len(tables))
     addresses = (starts - starts[:, :1])[:, slab] + sizes[:, None, None] * index
@@ -117,7 +117,7 @@ def _forks(
         torch._foreach_zero_([pool[0] for pool in pools])
     before = stores[0].tables.table
     for row, column in zip(*opened, strict=True):
-        (source,), (at,) = stores[0].tables.located(before[row, column : column + 1])
+        (source,), (at,) = stores[0].tables.locate(before[row, column : column + 1])
         pages = [state.pool[source][at] for state in states if source < len(state.pool)]
         if len(pages) == len(states):
             torch._foreach_copy_([pool[0][index[row, column]] for pool in pools], pages * len(tables))

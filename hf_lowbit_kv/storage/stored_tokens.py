@@ -105,7 +105,7 @@ def take_tokens(
 class _Places(NamedTuple):
     """Where the tokens of `B` rows go in a store. Most layers of a cache agree in that, so it is computed once for them."""
 
-    lasting: torch.Tensor
+    adopted: torch.Tensor
     """bool `[B, P]` on the CPU: full pages, which a growing store reads in place"""
     copied: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """int64 `[n]` on the device: row, entry of its page table, and index in `StoredTokens.slabs` of the pages that a
@@ -125,7 +125,7 @@ def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) 
     key = device, layout, tuple(tokens.paged), tuple(lengths), tuple(recent)
     if key not in known:
         paged, column = torch.tensor(tokens.paged)[:, None], torch.arange(tokens.table.shape[1])
-        lasting = paged // spec.page_size > column
+        adopted = paged // spec.page_size > column
         present = -(-paged // spec.page_size) > column
 
         def pages(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) 
             for first, count in zip(tokens.paged, recent, strict=True)
         ]
         counts = torch.tensor([lengths, tokens.paged], dtype=torch.int32).to(device)[:, :, None]
-        known[key] = _Places(lasting, pages(present), pages(present & ~lasting), slots, (counts[0], counts[1]))
+        known[key] = _Places(adopted, pages(present), pages(present & ~adopted), slots, (counts[0], counts[1]))
     return known[key]
 
 
@@ -152,8 +152,8 @@ def put_tokens(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places
     places = _places(store, tokens, {} if known is None else known)
     # a row may have more pages than its length needs: after `crop`, tokens stay in pages that would be in the tail
     pages, width = places.copied, max(store.width_for(max(tokens.lengths)), tokens.table.shape[1])
-    if store.capacity is None and bool(places.lasting.any()):
-        store.adopt(tokens.slabs, tokens.shared, tokens.table.numpy(), places.lasting.numpy(), width)
+    if store.capacity is None and bool(places.adopted.any()):
+        store.adopt(tokens.slabs, tokens.shared, tokens.table.numpy(), places.adopted.numpy(), width)
         pages = places.opened
     else:
         store.reserve(max(tokens.lengths))

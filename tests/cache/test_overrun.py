@@ -61,8 +61,8 @@ def test_one_layer_asks_for_the_count(model, monkeypatch):
     """A layer that reads the count waits for all layers before it."""
     cache = filled(model, max_cache_len=100)
     counted = set()
-    ask = DeviceLength.ask
-    monkeypatch.setattr(DeviceLength, "ask", lambda length: counted.add(id(length)) or ask(length))
+    read_count = DeviceLength.read_count
+    monkeypatch.setattr(DeviceLength, "read_count", lambda length: counted.add(id(length)) or read_count(length))
     with torch.no_grad():
         model(torch.arange(3, 8)[None], past_key_values=cache)
     assert len(cache.packed_layers) > 1

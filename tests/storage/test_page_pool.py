@@ -41,7 +41,7 @@ def test_rows_share_full_pages_and_no_others():
         paged = np.minimum(paged + generator.integers(0, 12, 4), 6 * 16)
         rows = generator.integers(0, 4, 4)
         before, full = tables.table[rows], np.arange(6) < (paged[rows] // 16)[:, None]
-        tables.choose(paged[rows], 16, rows)
+        tables.select_rows(paged[rows], 16, rows)
         paged = paged[rows]
         assert (tables.table == before)[full].all()
         own = tables.table[~full]
@@ -49,9 +49,9 @@ def test_rows_share_full_pages_and_no_others():
         assert not np.isin(own, tables.table[full]).any()
         if fork is not None:  # nor to a page of the fork
             shared = fork.table[np.arange(6) < fork_full[:, None]]
-            slab, index = fork.located(shared)
+            slab, index = fork.locate(shared)
             kept = {(id(fork.slabs[b]), p) for b, p in zip(slab.tolist(), index.tolist(), strict=True)}
-            slab, index = tables.located(own)
+            slab, index = tables.locate(own)
             assert kept.isdisjoint((id(tables.slabs[b]), p) for b, p in zip(slab.tolist(), index.tolist(), strict=True))
         if step % 40 == 20:
             fork_full = paged // 16
@@ -107,7 +107,7 @@ def test_what_is_undone_has_no_references():
     tables = PageTables(2, 3)
     (fork,) = tables.fork(1, np.array([2, 1]), 3)
     state, table, references = tables.__getstate__(), tables.table.tolist(), _references(tables)
-    tables.choose(np.array([32, 32]), 16, np.array([0, 0]))
+    tables.select_rows(np.array([32, 32]), 16, np.array([0, 0]))
     tables.widen(1)
     added = tables.slabs[-1]
     assert _references(tables)[: len(references)] != references
@@ -123,14 +123,14 @@ def test_a_change_names_each_entry_that_has_another_page():
     """Layers write only these entries' addresses. A number may stay while its slab is another one."""
 
     def pages() -> list[list[tuple[Slab, int]]]:
-        located = zip(*(part.tolist() for part in tables.located(tables.table)), strict=True)
+        located = zip(*(part.tolist() for part in tables.locate(tables.table)), strict=True)
         return [[(tables.slabs[slab], index) for slab, index in zip(*row, strict=True)] for row in located]
 
     kept, tables = PinnedPages(2), PageTables(2, 3)
-    lasting = np.array([[False, False, False], [False, True, True]])
+    adopted = np.array([[False, False, False], [False, True, True]])
     for change in (
-        lambda: tables.choose(np.array([33, 20]), 16, np.array([1, 1])),
-        lambda: tables.adopt([kept.slab], np.array([[0, 0, 0], [0, 0, 1]]), lasting),
+        lambda: tables.select_rows(np.array([33, 20]), 16, np.array([1, 1])),
+        lambda: tables.adopt([kept.slab], np.array([[0, 0, 0], [0, 0, 1]]), adopted),
         tables.reset,
         lambda: tables.widen(1),
     ):
@@ -149,7 +149,7 @@ def test_numbers_of_attached_blocks_stay_and_are_used_again():
     pages, generator, held = PagePool(8), random.Random(0), []
     for _ in range(1000):
         slab = Slab(generator.randint(1, 5))
-        first = pages.first(pages.attach(slab))
+        first = pages.first_page(pages.attach(slab))
         numbers = list(range(first, first + len(slab)))
         pages.acquire(numbers)
         held.append((slab, numbers))
