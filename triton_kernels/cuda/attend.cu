@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   const WarpSums sums{reinterpret_cast<float*>(memory_of_warps)};
   const u32 rows_raw = shared_address(own_head), rows = rows_raw + (Keys::NORMALISED ? ROWS * Q_STRIDE : 0);
   const u32 stages = shared_address(memory_of_warps + warp * WARP_BYTES);
-  const float* size = reinterpret_cast<const float*>(own_head + Q_BYTES);
+  const float* query_scales = reinterpret_cast<const float*>(own_head + Q_BYTES);
   const Exchange exchange(memory_of_warps, claims, warp_group, warp, lane);
   const int worker = warp / SLICES;
   Warp w;
@@ -111,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     const int window_workers = workers_for_window(w1 - w0, work.count);
     const bool takes_window = worker < window_workers;
     const Window window{a, row, w0 + worker, takes_window ? w1 : 0, window_workers, lane, stages, exchange};
+    // Workers without window segments take the first tiles. Of the others, worker 0 has the most segments, so it takes the last of them.
     const int first_tile = takes_window ? WORKERS - 1 - worker : worker - window_workers;
     const TokenStore token(split, row_block, warp);
     token.begin(due_pages, warp_group, thread);
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     token.store(a, row, due_pages, warp_group, warp, lane);
     w.begin();
     give_record(w.values, a.tables[1], row.h);
-    w.keys.begin(rows, size, size + ROWS, scale, lane);
+    w.keys.begin(rows, query_scales, query_scales + ROWS, scale, lane);
     w.load_score_bias(a, row, row_block, scale, lane);
     if (takes_window) {
       window.attend(w, row_block, rows_raw, scale);

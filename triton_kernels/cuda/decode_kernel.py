@@ -78,14 +78,14 @@ def attend_variant(
     """The variant for inputs like these, but with `tokens` tokens. append: whether the kernel should also store the
     tokens."""
     q, k, v, spec = inputs.queries, inputs.k, inputs.v, store.spec
-    rows, heads = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
+    rows, head_rows = q.shape[1] // k.shape[1] * tokens, k.shape[0] * k.shape[1]
     return AttendVariant(
         spec=spec,
         head_dim_k=k.shape[-1],
         head_dim_v=v.shape[-1],
         dtype=q.dtype,
         rows=min(rows, 16),
-        heads=heads,
+        heads=head_rows,
         mask=inputs.mask is not None,
         sinks=_sinks(inputs),
         softcap=inputs.softcap is not None,
@@ -142,24 +142,24 @@ class DecodeKernel:
             )
         # no more warp groups than can have work: pages of 128 tokens, window segments of 32 tokens, and a rest of each, for
         # rows of the largest length. Only the GPU knows the lengths of rows
-        pages, programs = state.page_address.shape[1], batch * heads
-        max_warp_groups = programs * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
+        pages, head_rows = state.page_address.shape[1], batch * heads
+        max_warp_groups = head_rows * (pages * spec.page_size // 128 + (spec.sink + spec.tail_size + tokens) // 32 + 2)
         slots = max(properties(q.device).multi_processor_count * shape.warp_groups // row_blocks, 1)
-        warp_groups = min(grid_size(slots, programs), max_warp_groups)
+        warp_groups = min(grid_size(slots, head_rows), max_warp_groups)
         self._grid = -(-warp_groups // shape.warp_groups), row_blocks, 1
         self._threads = 32 * shape.warp_groups * shape.warps
         # query rows whose partial results are merged through global memory. A single warp group shares no row with another
-        shared_rows = 0 if warp_groups == 1 else row_blocks * (warp_groups + programs) * row_block
+        shared_rows = 0 if warp_groups == 1 else row_blocks * (warp_groups + head_rows) * row_block
         self._out_shape = batch, tokens, q_heads, head_dim_v
         self._partial_floats = shared_rows * (head_dim_v + 2 * slices(head_dim_v))
         # a counter for each row block and row, and one of the warp groups that have read the layer's counters
-        self._state, self._arrived_index, self._num_counters = state, row_blocks * programs, row_blocks * programs + 1
+        self._state, self._arrived_index, self._num_counters = state, row_blocks * head_rows, row_blocks * head_rows + 1
         self._strides: tuple | None = None
 
         args = self._args = StepArgs() if self.appends else AttendArgs()
         set_layer_fields(args, store)
         args.batch, args.heads, args.groups, args.tokens = batch, heads, q_heads // heads, tokens
-        args.warp_groups, args.assignment = warp_groups, assign_rows(warp_groups, programs).encoded
+        args.warp_groups, args.assignment = warp_groups, assign_rows(warp_groups, head_rows).encoded
         if self.transform is not None:
             args.q_scale, args.k_scale, args.scale_h = self.transform.factors
         if isinstance(args, StepArgs):
