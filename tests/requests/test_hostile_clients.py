@@ -186,7 +186,7 @@ def test_a_variable_of_the_template_is_taken(here):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_error_in_a_step_ends_the_requests_of_the_step(here, monkeypatch, streamed):
     """Reading a prompt, and a step of all rows. Its message has a newline and a quote."""
-    for method in ("decode", "read"):
+    for method in ("decode", "prefill"):
         original, calls = getattr(here.scheduler.steps, method), []
 
         def once(*args, original=original, calls=calls):
