@@ -159,7 +159,9 @@ def _numbers(projection: torch.nn.Module | None, name: str) -> torch.Tensor | No
 def _squares(projection: torch.nn.Module | None) -> torch.Tensor | None:
     """Squared norms of the weight rows, float32 `[outputs]`; `None`: weights that are not stored as plain numbers."""
     weight = _numbers(projection, "weight")
-    if weight is None or not weight.is_floating_point() or weight.itemsize < 2 or weight.dim() != 2:
+    if type(weight) is not torch.Tensor or weight.is_meta or weight.dim() != 2:  # a subclass has packed numbers
+        return None
+    if not weight.is_floating_point() or weight.itemsize < 2:
         return None
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
 

@@ -215,3 +215,23 @@ def test_uneven_channels_are_named(family, changes, norms):
     assert "has keys that key_transform='hadamard' spoils: in layer 1 (" in message
     assert "Take preset 'kivi-2-sink', without a rotation" in message
     assert made("kivi-2-sink", model) == []
+
+
+class PackedWeight(torch.Tensor):
+    """Weights whose numbers are packed: like those of torchao, they support few functions."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.linalg.vector_norm, torch.Tensor.float, torch.Tensor.square):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_that_cannot_be_looked_at_do_not_warn(name, packed):
+    model = model_of("llama")
+    module = getattr(model.model.layers[SPOILED].self_attn, name)
+    weight = module.weight.detach()
+    module.weight = torch.nn.Parameter(weight.as_subclass(PackedWeight) if packed else weight.to("meta"))
+    assert made("kivi-2-hadamard", model) == made("kv4", model) == []
