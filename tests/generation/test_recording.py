@@ -14,7 +14,7 @@ import torch
 import transformers
 from cases import continued, left_padded, tiny_models
 from fake_graph import READS, FakeGraph
-from generation_cases import GREEDY, MODES, Collect, eager, ours, turns
+from generation_cases import GREEDY, MODES, RECORDED, Collect, eager, ours, turns
 from marked import newest_case
 from packaging.version import Version
 
@@ -23,23 +23,6 @@ from hf_lowbit_kv.generation import decoding_loop, recording
 from hf_lowbit_kv.triton_kernels import determinism
 
 pytestmark = pytest.mark.host
-
-#: families whose steps are recorded; docs/dev/recording.md has the table
-RECORDED = (
-    *(
-        "llama",
-        "qwen3",
-        "qwen3_moe",
-        "mixtral",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "gpt_oss",
-        "mimo_v2_flash",
-        "phi3",
-    ),
-    *("qwen3_next", "lfm2"),
-)
 
 
 def replays(graphs):

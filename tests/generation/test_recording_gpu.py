@@ -6,7 +6,7 @@ import mla_cases
 import pytest
 import torch
 from cases import every_preset, left_padded, random_parameters, tiny_models
-from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, eager, graph_launches, ours, turns
+from generation_cases import GREEDY, MODES, RECORDED, Collect, StopWatching, Watch, eager, graph_launches, ours, turns
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -18,23 +18,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:Warning. Profiler clears events"),
 ]
-
-#: families whose steps are recorded; docs/dev/recording.md has the table
-RECORDED = (
-    *(
-        "llama",
-        "qwen3",
-        "qwen3_moe",
-        "mixtral",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "gpt_oss",
-        "mimo_v2_flash",
-        "phi3",
-    ),
-    *("qwen3_next", "lfm2"),
-)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from hf_lowbit_kv.storage import paged_store, stored_tokens
 
 FIXED = {"cache_options": SMALL_PAGES, "progress": False, "do_sample": False, "prefill_chunk_size": 64}
 PAGE = SMALL_PAGES["page_size"]
-ROWS = 24
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +91,18 @@ def long_model(one_thread):
     return tiny_models("llama", max_position_embeddings=16384)[0]
 
 
-@pytest.mark.parametrize("tokens", [1024, slow_case(8192)])
+@pytest.mark.parametrize(("tokens", "rows"), [(1024, 24), slow_case(8192, 64)])
 @pytest.mark.parametrize(("preset", "sink"), [("kivi-4-sink", 32), ("dense", 0)])
-def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, tokens, tmp_path, copied, monkeypatch):
-    """`ROWS` requests that continue from a long prompt: its pages once, and those that each row fills itself."""
+def test_a_second_call_and_a_restart_copy_no_page(
+    long_model, preset, sink, tokens, rows, tmp_path, copied, monkeypatch
+):
+    """Requests that continue from a long prompt and all begin at once: its pages once, and those that each row fills itself."""
     prompt, store = text(tokens, 1), lb.PrefixStore("1GB", folder=tmp_path)
-    options = {"prefixes": store, "prefill_chunk_size": 2048, "new_tokens": 3}
+    # memory for all rows: one that begins later would take pages of an earlier row, which end before its window
+    options = {"prefixes": store, "prefill_chunk_size": 2048, "new_tokens": 3, "memory": "2GB"}
     many(long_model, [prompt], preset, **options)
     store.save()
-    questions = [torch.cat([prompt, text(30, 100 + number)]) for number in range(ROWS)]
+    questions = [torch.cat([prompt, text(30, 100 + number)]) for number in range(rows)]
     found = {}
     for name in ("second call", "restart"):
         if name == "restart":
@@ -111,10 +113,10 @@ def test_a_second_call_and_a_restart_copy_no_page(long_model, preset, sink, toke
         found[name] = answers(results)
         assert sum(copied) == 0
         assert {result.cached_tokens for result in results} == {tokens}
-        assert watch.rows == ROWS
+        assert watch.rows == rows
         shared = (tokens - sink - 32) // PAGE
         assert len(watch.pages) == shared
-        assert watch.taken == watch.own == ROWS, "one page each, with its last token"
+        assert watch.taken == watch.own == rows, "one page each, with its last token"
     assert found["second call"] == found["restart"]
 
 

@@ -8,6 +8,22 @@ from transformers.generation.streamers import BaseStreamer
 import hf_lowbit_kv as lb
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
+#: families whose steps are recorded; docs/dev/recording.md has the table
+RECORDED = (
+    *(
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "gemma2",
+        "gemma3_text",
+        "gemma4_text",
+        "gpt_oss",
+        "mimo_v2_flash",
+        "phi3",
+    ),
+    *("qwen3_next", "lfm2"),
+)
 
 
 class StopAt(StoppingCriteria):
