@@ -6,8 +6,9 @@
         --preset dense --preset kivi-4-sink
 
 A prompt of HumanEval and GSM8K begins with solved items, so that the answer attends to packed pages: about 3,000 tokens
-for HumanEval. The examples for items of even index are items of odd index, and vice versa. HumanEval's answers are
-programs: each runs in a process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
+for HumanEval. With the model's chat template each solved item is a turn; a model without one reads plain text. The
+examples for items of even index are items of odd index, and vice versa. HumanEval's answers are programs: each runs in a
+process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
 
 A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K it is the share that is
 solved. `failed`: items that do not have the full score. `seconds_of_all`: of all tasks that a preset answered at once.
@@ -44,9 +45,9 @@ from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.requests.result import Result
 
 #: worked examples of a prompt
-SHOTS = {"humaneval": 16, "gsm8k": 8}
+SHOTS = {"humaneval": 8, "gsm8k": 8}
 #: most tokens of an answer
-ANSWER = {"humaneval": 400, "gsm8k": 320}
+ANSWER = {"humaneval": 512, "gsm8k": 320}
 #: items of each of RULER's tasks
 RULER_ITEMS = 25
 #: seconds and bytes that a program of HumanEval may take
@@ -63,11 +64,12 @@ OUT = results_path("tasks", "models")
 
 
 class Item(NamedTuple):
-    """A question: the prompt without examples, the same with its answer, the end of an answer, and the check."""
+    """The user's message, how each answer begins, the rest of the known answer, the end of an answer, and the check."""
 
     name: str
-    question: str
-    worked: str
+    message: str
+    begin: str
+    answer: str
     stop: str
     solved: Callable[[str], bool]
 
@@ -80,8 +82,9 @@ def humaneval() -> list[Item]:
     return [
         Item(
             row["task_id"],
+            f"Complete this function. Answer with the whole function in a code block.\n\n```python\n{row['prompt']}```",
             f"```python\n{row['prompt']}",
-            f"```python\n{row['prompt']}{row['canonical_solution'].rstrip()}\n```\n\n",
+            f"{row['canonical_solution'].rstrip()}\n```",
             "```",
             functools.partial(_completes, row),
         )
@@ -96,9 +99,10 @@ def gsm8k() -> list[Item]:
     return [
         Item(
             row["id"],
-            f"Question: {row['prompt']}\nAnswer:",
-            f"Question: {row['prompt']}\nAnswer: {re.sub('<<.*?>>', '', row['upstream_answer'])}\n\n",
-            "\n\n",
+            f"Question: {row['prompt']}",
+            "Answer:",
+            f" {re.sub('<<.*?>>', '', row['upstream_answer'])}",
+            "\n\nQuestion:",
             functools.partial(_is_number, row["expected"].replace(",", "")),
         )
         for row in rows
@@ -144,13 +148,27 @@ def passes(program: str) -> bool:
     return done.returncode == 0
 
 
-def prompts(items: list[Item], shots: int) -> list[str]:
-    """Each item after examples of the other parity, spread evenly over the task."""
-    examples = []
-    for parity in (0, 1):
-        others = items[1 - parity :: 2]
-        examples.append("".join(item.worked for item in others[:: max(len(others) // shots, 1)][:shots]))
-    return [examples[index % 2] + item.question for index, item in enumerate(items)]
+def prompts(items: list[Item], shots: int, tokenizer: Any) -> list[list[int]]:
+    """The tokens of each item after examples of the other parity, spread evenly over the task."""
+    even, odd = items[::2], items[1::2]
+    examples = [others[:: max(len(others) // shots, 1)][:shots] for others in (odd, even)]
+    return [_prompt(examples[index % 2], item, tokenizer) for index, item in enumerate(items)]
+
+
+def _prompt(examples: list[Item], item: Item, tokenizer: Any) -> list[int]:
+    ids: list[int]
+    if tokenizer.chat_template is None:
+        solved = [f"{each.message}\n{each.begin}{each.answer}\n\n" for each in examples]
+        ids = tokenizer(f"{''.join(solved)}{item.message}\n{item.begin}").input_ids
+        return ids
+    turns = [(each.message, each.begin + each.answer) for each in examples]
+    chat = [
+        x for user, model in turns for x in ({"role": "user", "content": user}, {"role": "assistant", "content": model})
+    ]
+    chat.append({"role": "user", "content": item.message})
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text + item.begin, add_special_tokens=False).input_ids
+    return ids
 
 
 def packed_share(preset: str, tokens: list[int]) -> float:
@@ -181,7 +199,7 @@ def questions_of(task: str, tokenizer: Any, context: int, limit: int) -> list[Qu
             for index, (ids, answers) in enumerate(ruler_tasks.samples(task, context, limit or RULER_ITEMS, tokenizer))
         ]
     items = WORKED[task]()
-    tokens = tokenizer(prompts(items, SHOTS[task])[: limit or None]).input_ids
+    tokens = prompts(items, SHOTS[task], tokenizer)[: limit or None]
     return [
         Question(task, item.name, ids, item.stop, ANSWER[task], item.solved)
         for item, ids in zip(items, tokens, strict=False)

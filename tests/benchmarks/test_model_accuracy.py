@@ -4,6 +4,7 @@ import pytest
 import torch
 from bench_runs import records_of
 from cases import tiny_models
+from letters import letters
 from number_text import Numbers
 from transformers import DynamicCache
 
@@ -143,9 +144,32 @@ def test_the_number_of_an_answer(answer, number):
     assert number_in(answer) == number
 
 
-def test_no_prompt_has_its_own_answer():
-    items = [Item(str(i), f"question {i}:", f"question {i}: answer {i};\n", ";", bool) for i in range(40)]
-    for index, prompt in enumerate(prompts(items, 4)):
-        assert prompt.endswith(f"question {index}:")
-        assert f"answer {index};" not in prompt
-        assert prompt.count("answer") >= 4
+@pytest.mark.parametrize(
+    ("template", "solved", "own"),
+    [
+        (None, "question {0} it is answer {0};  ", "question {} it is "),
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>",
+            "<user>question {0}<assistant>it is answer {0};",
+            "<user>question {}<assistant>it is ",
+        ),
+    ],
+)
+def test_no_prompt_has_its_own_answer(template, solved, own):
+    """Each prompt has four solved items of the other parity; with a chat template they are turns."""
+
+    class Spaces:
+        """`letters` has no token for the end of a line."""
+
+        chat_template = template
+
+        def __call__(self, text, **_):
+            return letters()(text.replace("\n", " "))
+
+        def apply_chat_template(self, chat, **options):
+            return letters().apply_chat_template(chat, chat_template=template, **options)
+
+    items = [Item(str(i), f"question {i}", "it is ", f"answer {i};", ";", bool) for i in range(40)]
+    for index, ids in enumerate(prompts(items, 4, Spaces())):
+        examples = "".join(solved.format(i) for i in range(1 - index % 2, 40, 10))
+        assert letters().decode(ids) == examples + own.format(index)

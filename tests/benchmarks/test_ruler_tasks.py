@@ -92,7 +92,7 @@ def test_records_of_tasks(tmp_path, monkeypatch):
     tiny_models("llama", max_position_embeddings=4096)[0].save_pretrained(tmp_path / "model")
     monkeypatch.setattr(model_accuracy.AutoTokenizer, "from_pretrained", lambda *_: letters())
     monkeypatch.setattr(ruler_tasks, "answer_tokens", lambda _: 4)
-    items = [Item(str(i), f"{i} + {i} =", f"{i} + {i} = {2 * i};", ";", lambda _: False) for i in range(4)]
+    items = [Item(str(i), f"{i} + {i}", "= ", f"{2 * i};", ";", lambda _: False) for i in range(4)]
     monkeypatch.setattr(model_tasks, "WORKED", {"gsm8k": lambda: items})
     monkeypatch.setattr(model_tasks, "ANSWER", {"gsm8k": 4})
     monkeypatch.setattr(model_tasks, "SHOTS", {"gsm8k": 1})
