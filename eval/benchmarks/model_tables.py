@@ -144,27 +144,24 @@ LONG = (16384, 32768)
 
 
 def models_table(model: str = MEASURED, path: Path = OUT) -> str:
-    """Every measured preset on a real model, most bits first. A longer context has a column if the 16-bit cache was
-    measured there: the mean of the texts that it has read. If it is one text, that text has a column at 4096 tokens too."""
+    """Every measured preset on a real model, most bits first. A longer context has a column if presets were measured
+    there: the mean of the texts that all of them have read."""
     found = by_text(path)
-    short = found.get((model, 4096), {})
-    read = {context: list(found.get((model, context), {}).get("dense", ())) for context in LONG}
-    single = {text: None for texts in read.values() if len(texts) == 1 for text in texts}
-    columns = [(4096, [text]) for text in single] + [(context, texts) for context, texts in read.items() if texts]
-    columns.sort(key=lambda column: len(column[1]) == 1)
+    short = {name: records for name, records in found.get((model, 4096), {}).items() if name not in PEERS}
+    columns = {}
+    for context in LONG:
+        measured = found.get((model, context), {})
+        if texts := set.intersection(*map(set, measured.values())) if measured else None:
+            fewer = "" if texts >= set(short["dense"]) else f", {len(texts)} of {len(short['dense'])} texts"
+            columns[f"KL, {context // 1024}k{fewer}"] = {
+                name: mean({text: records[text] for text in texts}, "kl") for name, records in measured.items()
+            }
     rows = []
-    for name, records in short.items():
-        if name in PEERS:
-            continue
-        row = [f"`{name}`", f"{mean(records, 'bits_per_value'):.2f}", *(figure(records) for figure in LOSS.values())]
-        for context, texts in columns:
-            measured = found[model, context].get(name, {})
-            complete = all(text in measured for text in texts)
-            row.append(f"{mean({text: measured[text] for text in texts}, 'kl'):.4f}" if complete else "")
-        rows.append((mean(records, "bits_per_value"), row))
-    longer = (f"KL, {context // 1024}k" + (f", {texts[0]}" if len(texts) == 1 else "") for context, texts in columns)
-    rows.sort(key=lambda item: -item[0])
-    return markdown_table(("preset", "bits", *LOSS, *longer), (row for _, row in rows)) if rows else NONE
+    for name, records in sorted(short.items(), key=lambda item: -mean(item[1], "bits_per_value")):
+        longer = (f"{column[name]:.4f}" if name in column else "" for column in columns.values())
+        bits = f"{mean(records, 'bits_per_value'):.2f}"
+        rows.append([f"`{name}`", bits, *(figure(records) for figure in LOSS.values()), *longer])
+    return markdown_table(("preset", "bits", *LOSS, *columns), rows) if rows else NONE
 
 
 def humaneval(path: Path = TASKS) -> dict[str, int]:

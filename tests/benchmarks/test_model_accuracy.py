@@ -81,7 +81,7 @@ def test_the_table_of_peers(tmp_path):
 
 
 def test_the_table_of_models(tmp_path):
-    """Longer contexts have a column where the 16-bit cache was read, and a cell where a preset has read the same texts."""
+    """A longer context has a column: means of the texts that all measured presets have read."""
     path = tmp_path / "records.jsonl"
     assert model_tables.models_table("Some-1B, Q4", path) == "(no record)\n"
 
@@ -96,20 +96,19 @@ def test_the_table_of_models(tmp_path):
         add("int8", text, 4096, kl)
         add("int8", text, 16384, 2 * kl)
         add("quanto-4", text, 4096, 9.0)
+    add("kivi-4", "prose", 4096, 0.7)
     add("dense", "prose", 32768, 0.0)
     add("int8", "prose", 32768, 1.0)
+    add("int8", "code", 32768, 5.0)
+
     end = "1.00 | 50.0 % |"
     head, _, *rows = model_tables.models_table("Some-1B, Q4", path).splitlines()
-    assert head == "| preset | bits | KL | 99.9th | same next token | KL, 4k, prose | KL, 32k, prose |"
-    assert rows[0] == f"| `dense` | 16.00 | 0.0000 | {end} 0.0000 | 0.0000 |"
-    assert rows[1:] == [f"| `int8` | 8.50 | 0.2000 | {end} 0.3000 | 1.0000 |"]
-    for text in ("code", "prose"):
-        add("dense", text, 16384, 0.0)
-    add("dense", "code", 32768, 0.0)
-    head, _, *rows = model_tables.models_table("Some-1B, Q4", path).splitlines()
-    assert head == "| preset | bits | KL | 99.9th | same next token | KL, 16k | KL, 32k |"
-    assert rows[0] == f"| `dense` | 16.00 | 0.0000 | {end} 0.0000 | 0.0000 |"
-    assert rows[1:] == [f"| `int8` | 8.50 | 0.2000 | {end} 0.4000 |  |"]
+    assert head == "| preset | bits | KL | 99.9th | same next token | KL, 16k | KL, 32k, 1 of 2 texts |"
+    assert rows == [
+        f"| `dense` | 16.00 | 0.0000 | {end}  | 0.0000 |",
+        f"| `int8` | 8.50 | 0.2000 | {end} 0.4000 | 1.0000 |",
+        f"| `kivi-4` | 8.50 | 0.7000 | {end}  |  |",
+    ]
 
 
 # ---- tasks --------------------------------------------------------------------------------------------------------------
