@@ -26,7 +26,7 @@ from .fusing import compile_ahead
 from .generate import acquire_cache
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
-from .prefill import prefill_prompt
+from .prefill import AUTO, check_chunk_size, prefill_prompt
 from .prefix_loading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_continued, remember_text
 from .whole_prompt import keeping_cache
@@ -136,8 +136,8 @@ def enable(
 
     Calls with `past_key_values`, `cache_implementation` or `use_cache=False` keep what they name. The same settings in
     the model's own generation configuration are ignored. On a GPU, decoding steps of greedy search and sampling are
-    recorded, and prompts that do not fit into its memory are prefilled in chunks, as in `lb.generate`. Beam search and
-    assisted decoding get a growing cache.
+    recorded, and prompts that do not fit into its memory are prefilled in chunks. `prefill_chunk_size` takes the values
+    that it has in `lb.generate`. Beam search and assisted decoding get a growing cache.
 
     `enable` selects the attention implementation `lowbit_kv`, and undoing it restores the earlier one. Both wait until
     `lb.generate` calls in other threads have ended. The last of several `enable` calls is in force; leaving its
@@ -278,6 +278,10 @@ def _prepare_cache_for_generation(
         return
     if generation_config.output_attentions:
         raise ValueError(NO_WEIGHTS)
+    size = generation_config.prefill_chunk_size
+    check_chunk_size(size)
+    if size in (0, AUTO):  # `prefill_prompt` knows these sizes, and transformers does not
+        generation_config.prefill_chunk_size = None
     enabled = stack[-1]
     # without `call`, the `generate` of the class runs, and nothing would undo the overrides for steps
     if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
@@ -296,10 +300,9 @@ def _prepare_cache_for_generation(
     model_kwargs[NAME] = cache
     call.caches.append(cache)
     _take_prefix(enabled, call, cache, generation_config)
-    if (
-        generation_config.prefill_chunk_size is None
-    ):  # if the caller gives a chunk size, transformers prefills the chunks itself
-        prefill_prompt(self, cache, {**call.arguments, "generation_config": generation_config}, lambda text: None)
+    if generation_config.prefill_chunk_size is None:  # transformers reads chunks of a number of tokens itself
+        options = {**call.arguments, "generation_config": generation_config, "prefill_chunk_size": size}
+        prefill_prompt(self, cache, options, lambda text: None)
 
 
 def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:

@@ -141,6 +141,32 @@ def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, 
     assert prompts(fake) == [TOKENS]  # transformers prefills in chunks of the caller's size
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("place", ["argument", "config"])
+def test_sizes_that_transformers_does_not_know_on_an_enabled_model(model, memory, monkeypatch, graphs, place):
+    if graphs:
+        in_place_of_graphs(monkeypatch)
+    ids, mask = left_padded(2, TOKENS)
+    want = stock(tiny_models("llama")[1], ids, mask)
+    need = Need(1e6, 1e4, 0, 5e5)
+    fake = memory((need.whole(3 * GRANULE + 5) + need.stored) / prefill.USABLE, need)
+
+    def written(size):
+        config = GenerationConfig(**GREEDY, prefill_chunk_size=size if place == "config" else None)
+        options = {"prefill_chunk_size": size} if place == "argument" else {}
+        return model.generate(ids, attention_mask=mask, max_new_tokens=6, generation_config=config, **options)
+
+    with lb.enable(model, "dense"):
+        for size, chunks in ((0, [TOKENS]), ("auto", [384, 384, 132] if graphs else [TOKENS])):
+            assert torch.equal(written(size), want)
+            assert prompts(fake) == chunks
+        passes = len(fake.chunks)
+        for size in (-1, True, 2.5, "all"):
+            with pytest.raises(ValueError, match=f"prefill_chunk_size={size!r} is not allowed"):
+                written(size)
+    assert len(fake.chunks) == passes, "the model reads nothing after a refused size"
+
+
 def test_zero_means_whole(model, memory):
     fake = memory(1.0, Need(0, 1e3, 0))
     ids, mask = left_padded(2, TOKENS)
