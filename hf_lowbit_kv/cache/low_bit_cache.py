@@ -307,9 +307,16 @@ class LowBitCache(Cache, PushToHubMixin):
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
         first = self._first_packed_layer
-        indices = torch.as_tensor(indices, device=first.device if first.is_initialized else None)
-        if indices.dim() != 1 or indices.is_floating_point():
+        chosen = torch.as_tensor(indices)
+        if chosen.dim() != 1 or chosen.is_floating_point():
             raise ValueError(f"indices={indices!r} is not allowed; it must be integers [n] or bool [batch]")
+        if (
+            first.is_initialized and chosen.is_cpu and len(chosen) and chosen.dtype != torch.bool
+        ):  # a GPU's are not awaited
+            if int(chosen.min()) < 0 or int(chosen.max()) >= first.batch_size:
+                rows = chosen.tolist()
+                raise ValueError(f"indices={rows} is not allowed; they must be from 0 to {first.batch_size - 1} (rows)")
+        indices = chosen.to(first.device) if first.is_initialized else chosen
         if indices.dtype == torch.bool:
             if first.is_initialized and len(indices) != first.batch_size:
                 raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
@@ -329,6 +336,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times. Packed pages are shared."""
+        check_count("repeats", repeats, unit="times")
         first = self._first_packed_layer
         if first.is_initialized:
             rows = torch.arange(first.batch_size, device=first.device)
