@@ -70,6 +70,7 @@ class Look(Unstamped):
             if parameter is not None
         }
         self._samples = Samples(tensors, skip_offloaded=True)
+        self._dtypes = {name: x.dtype for name, x in tensors.items()}
         self.others: dict[str, str] | None = None
         if model is not None:
             inside = {id(module) for _, module in named}
@@ -92,7 +93,11 @@ class Look(Unstamped):
             return f"adapters of {name} were {before.get(name, 'none')}, and are {after.get(name, 'none')}"
         digests, current = self._samples.digests(), now._samples.digests()
         name = next((x for x, digest in digests.items() if current.get(x, digest) != digest), None)
-        return None if name is None else f"{name.partition('.')[2]} of layer {_layer(name)} has other numbers"
+        if name is None:
+            return None
+        weight = f"{name.partition('.')[2]} of layer {_layer(name)}"
+        was, found = (str(look._dtypes[name]).removeprefix("torch.") for look in (self, now))
+        return f"{weight} has other numbers" if was == found else f"{weight} was {was}, and is {found}"
 
 
 def _layer(name: str) -> int:

@@ -216,6 +216,8 @@ class LowBitLayer(CacheLayerMixin):
         transformers calls this before any layer runs, so new tokens that are none or do not fit are rejected here.
         """
         seen = self.get_seq_length()
+        if query_length == 0 and not int(seen):
+            raise ValueError("the prompt has no token: there is nothing to read")
         if query_length == 0:
             raise ValueError(
                 f"got no new token, but the cache holds {int(seen)}: pass the full text so far plus the new "

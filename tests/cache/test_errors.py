@@ -191,6 +191,8 @@ def test_a_prompt_without_a_token_after_what_is_stored(model, max_cache_len):
     with pytest.raises(ValueError, match=r"got no new token, but the cache holds 44.*reset\(\)"):
         model.generate(another, **options)
     assert int(cache.get_seq_length()) == 44
+    with pytest.raises(ValueError, match="the prompt has no token: there is nothing to read"):
+        model.generate(prompt[:, :0], **{**options, "past_key_values": lb.from_preset("kivi-2", model)})
     continued = model.generate(text, **options)
     assert torch.equal(continued[:, :45], text)
     cache.reset()

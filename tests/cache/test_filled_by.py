@@ -278,3 +278,17 @@ def test_decode_steps_do_not_look(monkeypatch):
     assert len(looks) == 1
     plain(model, torch.cat([first, ids_of(30, 1)], dim=1), cache)
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_another_dtype_is_named(dtype):
+    model = tiny_models("llama")[0]
+    cache = lb.from_preset("dense", model, **SMALL_PAGES)
+    first = plain(model, ids_of(80), cache)
+    model.to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(
+        ValueError, match=rf"{OTHER} than the one that reads on: \S+ of layer 0 was float32, and is {name}\. "
+    ):
+        plain(model, torch.cat([first, ids_of(30, 1)], dim=1), cache)
+    assert int(cache.get_seq_length()) == 85
