@@ -256,7 +256,7 @@ def fits(
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
-        ValueError: a number, name or size is not allowed, or no preset supports the model.
+        ValueError: a number, name or size is not allowed, or no preset supports the model. TypeError: `presets` is a text.
 
     Column `chunk`: activations of 2048 tokens, or the buffer into which attention unpacks, whichever is larger.
     Sliding-window and recurrent layers are counted as transformers allocates them.
@@ -312,6 +312,8 @@ def _preset_memory(
     shape: Shape, presets: Sequence[str] | None, report: Callable[[str, int, int], None] | None
 ) -> dict[str, PresetMemory]:
     """The counters for these presets; without names, for all presets that support the model."""
+    if isinstance(presets, str):
+        raise TypeError(f"presets={presets!r} is not allowed; it must be a list of names, e.g. [{presets!r}], or None")
     counters, reasons = dict[str, PresetMemory](), list[ValueError]()
     names = preset_names() if presets is None else presets
     for done, name in enumerate(names):

@@ -16,7 +16,8 @@ class Result:
         index: the request's position among all requests, from 0.
         prompt_ids: the tokens that the model read. generated_tokens: the tokens that it wrote, including an end-of-text
             token.
-        text: the generated tokens as text, without special tokens; `None` without a tokenizer.
+        text: the generated tokens as text, without special tokens; `None` without a tokenizer or before
+            the first token.
         logprobs: for every generated token, the logarithm of the probability with which it was drawn, after all logits
             processors; empty without `logprobs=True`.
         finish_reason: `"stop"`: an end-of-text token, a stop string or a stopping criterion; `"length"`: the limit of

@@ -293,3 +293,10 @@ def test_public_name():
     table = lb.fits("Qwen/Qwen3-0.6B", 4096, 10**10, presets=["kv8"])
     assert "kv8" in str(table)
     assert "<table>" in table._repr_html_()
+
+
+def test_one_name_is_no_list_of_presets():
+    with pytest.raises(
+        TypeError, match=r"presets='kivi-4' is not allowed; it must be a list of names, e.g. \['kivi-4'\]"
+    ):
+        fits(tiny_config("llama"), 1000, presets="kivi-4")
