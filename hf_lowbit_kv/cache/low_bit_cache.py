@@ -310,12 +310,9 @@ class LowBitCache(Cache, PushToHubMixin):
         chosen = torch.as_tensor(indices)
         if chosen.dim() != 1 or chosen.is_floating_point():
             raise ValueError(f"indices={indices!r} is not allowed; it must be integers [n] or bool [batch]")
-        if (
-            first.is_initialized and chosen.is_cpu and len(chosen) and chosen.dtype != torch.bool
-        ):  # a GPU's are not awaited
-            if int(chosen.min()) < 0 or int(chosen.max()) >= first.batch_size:
-                rows = chosen.tolist()
-                raise ValueError(f"indices={rows} is not allowed; they must be from 0 to {first.batch_size - 1} (rows)")
+        rows = chosen.tolist() if first.is_initialized and chosen.is_cpu and chosen.dtype != torch.bool else []
+        if any(not 0 <= row < first.batch_size for row in rows):  # indices on a GPU are not awaited
+            raise ValueError(f"indices={rows} is not allowed; they must be from 0 to {first.batch_size - 1} (rows)")
         indices = chosen.to(first.device) if first.is_initialized else chosen
         if indices.dtype == torch.bool:
             if first.is_initialized and len(indices) != first.batch_size:
