@@ -32,10 +32,9 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -43,6 +42,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hf_lowbit_kv.backends.choice import LayerSetup, choose_backend, storage_spec
+from hf_lowbit_kv.eval.benchmarks import packed_layer
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree, compile_kernels, tiny_case
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     USUAL,
@@ -52,7 +52,6 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     append_fault,
     attend_error,
     build,
-    matrix,
     rewind,
     step_fault,
 )
@@ -244,14 +243,6 @@ def time_steps(
 # ---- all cells --------------------------------------------------------------------------------------------------------
 
 
-class Cell(NamedTuple):
-    """A measurement. backend: `None` is the default for device, dtype and formats."""
-
-    shape: str
-    preset: str
-    backend: str | None = None
-
-
 def fast_peers(
     shape: Shape, backend: str, head_dim: int, query_length: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Sequence[Callable[[], Any]]]:
@@ -279,51 +270,32 @@ def fast_peers(
     return candidates
 
 
-def runs(cells: Sequence[Cell], jobs: int = 0, **options) -> Iterator[tuple[Any, ...]]:
-    """`(title, record, None)` of each measurement, or `(title, None, fault)`. Peers are set up once for each shape, so
-    cells of one shape should follow each other. jobs: threads that compile beforehand. options: arguments of `measure`."""
-    dtype, device = options["dtype"], options["device"]
+def measure_all(cells: Iterable[tuple[str, str, str | None]], run: Run, **options: Any) -> None:
+    """Measure each cell (shape, preset, and backend or `None`: the default one) and add its record, or its failure, to `run`.
+    Peers are set up once for each shape, so cells of one shape should follow each other. options: arguments of `measure`."""
+    dtype, device, head_dim = options["dtype"], options["device"], options["head_dim"]
+    work = []
+    for name, preset, wanted in cells:
+        shape = Shape.parse(name)
+        setup = LayerSetup(device, dtype, get_preset(preset).spec(), shape.widths(head_dim))
+        work.append((shape, preset, choose_backend(wanted, setup)))
     bandwidth = read_bandwidth(device)
     print(f"{device_name(device)}: {bandwidth / 1e12:.3g} TB/s")
-    resolved = [
-        cell._replace(
-            backend=choose_backend(
-                cell.backend,
-                LayerSetup(
-                    device, dtype, get_preset(cell.preset).spec(), Shape.parse(cell.shape).widths(options["head_dim"])
-                ),
-            )
-        )
-        for cell in cells
-    ]
-    if jobs:
-        sizes = options["head_dim"], options["query_length"], dtype, device, options.get("per_head")
-        layers = [
-            partial(tiny_case, Shape.parse(cell.shape), cell.preset, "cuda", *sizes)
-            for cell in resolved
-            if cell.backend == "cuda"
-        ]
-        compile_kernels(layers, "cuda", jobs, options.get("against"))
+    if device.type == "cuda":
+        sizes = head_dim, options["query_length"], dtype, device, options["per_head"]
+        layers = [partial(tiny_case, shape, preset, "cuda", *sizes) for shape, preset, used in work if used == "cuda"]
+        compile_kernels(layers, "cuda", os.cpu_count() or 1, options["against"])
     peers: dict[str, Any] = {}
     last = None
-    for cell in resolved:
-        shape = Shape.parse(cell.shape)
+    for shape, preset, backend in track(work, "measuring", console=run.console, transient=True):
         if shape != last:
             peers.clear()
             gc.collect()
-            head_dim = shape.head_dim or options["head_dim"]
-            peers |= fast_peers(shape, str(cell.backend), head_dim, options["query_length"], dtype, device)
+            peers |= fast_peers(shape, backend, shape.head_dim or head_dim, options["query_length"], dtype, device)
             last = shape
-        title = f"{shape.name} {cell.preset} {cell.backend}"
-        record = fault = None
-        try:
-            record = measure(shape, cell.preset, str(cell.backend), peers, bandwidth, **options)
-        except WrongResultError as error:
-            fault = str(error)
-        except Exception as error:  # a failure here must not stop the measurements that follow
-            traceback.print_exc()
-            fault = f"{type(error).__name__}: {error}"
-        yield title, record, fault  # outside the handlers: an exception would keep the case's gigabytes alive
+        timed = partial(measure, shape, preset, backend, peers, bandwidth, **options)
+        if (record := run.attempt(f"{shape.name} {preset} {backend}", timed)) is not None:
+            run.add(record)
         gc.collect()
 
 
@@ -333,7 +305,7 @@ def main(
     backend: Annotated[
         list[str] | None, typer.Option(help="torch, triton, cuda; repeatable [default: by device].")
     ] = None,
-    cells: Annotated[
+    matrix: Annotated[
         bool, typer.Option("--matrix", help="Eight presets on six shapes, two presets on all others; not with --shape.")
     ] = False,
     dtype: Dtype = "float16",
@@ -349,9 +321,6 @@ def main(
     against: Annotated[
         str | None, typer.Option(help="Commit, or folder with another state of the packages: timed beside this one.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=0, help="Threads that compile beforehand [default: one a core on a GPU].")
-    ] = None,
     device: Device = "cuda",
     commit: Commit = None,
     out: Out = None,
@@ -359,30 +328,17 @@ def main(
     """Check and time packed decode attention, and append a JSON line for each measurement."""
     torch.manual_seed(torch.seed())  # fresh data every time
     run = Run("decode", device, commit, out)
-    where = run.device
-    if cells and (shape or backend):
+    if matrix and (shape or backend):
         raise typer.BadParameter("it has shapes of its own, and each preset's default backend", param_hint="--matrix")
-    for kind in backend or ():
-        choose_backend(kind, LayerSetup(where))  # raises if the backend does not exist
-    for name in preset or ():
-        get_preset(name)
-    if cells:
-        wanted = [Cell(*cell) for cell in matrix() if preset is None or cell[1] in preset]
+    cells: Iterable[tuple[str, str, str | None]]
+    if matrix:
+        cells = [(name, each, None) for name, each in packed_layer.matrix() if preset is None or each in preset]
     else:
-        shapes, presets = shape or [each.name for each in USUAL], preset or list(PRESETS)
-        wanted = [Cell(*cell) for cell in itertools.product(shapes, presets, [*backend] if backend else [None])]
-    for cell in wanted:
-        Shape.parse(cell.shape)
+        cells = itertools.product(shape or [each.name for each in USUAL], preset or PRESETS, backend or [None])
     other = None if against is None else OtherTree(against)
-    jobs = (os.cpu_count() or 1 if where.type == "cuda" else 0) if jobs is None else jobs
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": where, "head_dim": head_dim}
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": run.device, "head_dim": head_dim}
     options |= {"query_length": query_length, "rounds": rounds, "per_head": per_head, "against": other}
-    measured = runs(wanted, jobs if where.type == "cuda" else 0, **options)
-    for title, record, fault in track(measured, "measuring", total=len(wanted), console=run.console, transient=True):
-        if fault:
-            run.faults.append(f"{title}: {fault}")
-        else:
-            run.add(record)
+    measure_all(cells, run, **options)
     if other is not None:
         run.console.print(comparison(run.records))
     times = "ms:.4f", "peer", "ratio:.2f", "byte_limit_ratio:.2f", "relerr:.1e", "step_ms:.4f", "behind_ms:.4f"

@@ -28,9 +28,8 @@ prompts).
 - `throughput`: tokens per second over the whole run.
 - `attribution_ms`: time of a step at the end: GPU time by kind of work, and `host`, the rest of the step's time.
 
-`--computed` measures nothing and needs no GPU. It shows the bytes of one row, as a preallocated cache of one layer
-allocates them. It also shows how many such rows fit beside weights, parameters and a reserve. Temporary memory of a
-step is counted only in the reserve.
+`--computed` measures nothing and needs no GPU. It shows the bytes of one row, as a preallocated cache allocates them, and
+how many such rows fit beside weights, parameters and a reserve. Temporary memory of a step is counted only in the reserve.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -239,16 +237,17 @@ RESERVE, SHRINK = 2.5e9, 0.96
 STEPS = 12
 
 
-def cache_bytes(wanted: Wanted, model: Any, capacity: int, backend: str | None) -> tuple[int, int]:
-    """Bytes of one row of `capacity` tokens in this cache (all layers), and bytes that all rows share."""
-    config = model.config
-    if wanted.is_host:
-        per_token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-        return per_token * capacity * config.num_hidden_layers, 0
-    probe = make(wanted.name, wanted.mode, model, 1, capacity, backend)
-    probe.fill(capacity - STEPS)
-    shared = probe.cache.nbytes.parameters
-    return probe.allocated_bytes() - shared, shared
+def row_bytes(cache: str, config: Any, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
+    """Bytes of one row of `tokens` tokens in the cache with this name (all layers), and bytes that all rows share. Raises
+    `ValueError` for an unknown name."""
+    layers, heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    if is_host(cache):
+        return 2 * heads * head_dim * dtype.itemsize * tokens * layers, 0
+    layer = low_bit_cache(cache, config, max_cache_len=tokens).packed_layers[0]
+    layer.lazy_initialization(*(torch.zeros(1, heads, 1, head_dim, dtype=dtype) for _ in "kv"))
+    parts = layer.store.nbytes()
+    shared = parts.pop("parameters")
+    return layers * sum(parts.values()), layers * shared
 
 
 def rows_within(budget: float, weights: int, row: int, shared: int) -> int:
@@ -286,7 +285,7 @@ def largest(
 ) -> dict[str, Any]:
     """The largest batch that runs to the end within `budget` bytes, and its times."""
     weights = sum(p.nbytes for p in model.parameters())
-    each, shared = cache_bytes(wanted, model, prompt + new_tokens, backend)
+    each, shared = row_bytes(wanted.name, model.config, model.dtype, prompt + new_tokens)
     rows = rows_within(budget, weights, each, shared)
     rows = max(min(rows, most or rows), 1)
     tried = []
@@ -294,23 +293,23 @@ def largest(
         clean(model.device)
         contender = make(wanted.name, wanted.mode, model, rows, prompt + new_tokens, backend)
         tried.append(rows)
-        best = None
         try:
-            best = run_to_the_end(contender, prompt, new_tokens)
+            times = run_to_the_end(contender, prompt, new_tokens)
         except torch.cuda.OutOfMemoryError as error:
             print(f"{contender.label}: {rows} rows do not fit: {str(error).splitlines()[0]}")
-        if best is not None:
-            peak = torch.cuda.max_memory_reserved(model.device) if model.device.type == "cuda" else None
-            facts = {
+        else:
+            return {
+                "cache": wanted.name,
+                "mode": wanted.mode,
+                "backend": contender.cache.packed_layers[0].backend if contender.ours else None,
                 "rows": rows,
                 "rows_tried": tried,
                 "row_bytes": each,
                 "shared_bytes": shared,
                 "weight_bytes": weights,
-                "peak_reserved": peak,
+                "peak_reserved": torch.cuda.max_memory_reserved(model.device) if model.device.type == "cuda" else None,
+                **times,
             }
-            used = contender.cache.packed_layers[0].backend if contender.ours else None
-            return {"cache": wanted.name, "mode": wanted.mode, "backend": used, **facts, **best}
         del contender
         rows = int(rows * SHRINK)
     raise RuntimeError(f"{wanted.name}: not even one row fits")
@@ -330,31 +329,6 @@ CACHES = (
 )
 
 
-class Room(NamedTuple):
-    """Bytes of a row of all layers, bytes that all rows share, and the rows that fit."""
-
-    cache: str
-    row: int
-    shared: int
-    rows: int
-
-
-def room(cache: str, tokens: int = PROMPT + NEW_TOKENS, budget: float = BUDGET) -> Room:
-    """Sizes of the cache with this name, as `batch` finds them. Raises `ValueError` for an unknown name."""
-    config: Any = qwen3_8b(1)
-    heads, head_dim = config.num_key_value_heads, config.head_dim
-    if is_host(cache):
-        row, shared = 2 * heads * head_dim * DTYPE.itemsize * tokens, 0
-    else:
-        (layer,) = low_bit_cache(cache, config, max_cache_len=tokens).packed_layers
-        layer.lazy_initialization(*(torch.zeros(1, heads, 1, head_dim, dtype=DTYPE) for _ in "kv"))
-        parts = layer.store.nbytes()
-        shared = parts["parameters"]
-        row = sum(parts.values()) - shared
-    row, shared = LAYERS * row, LAYERS * shared
-    return Room(cache, row, shared, rows_within(budget, all_weight_bytes(), row, shared))
-
-
 @functools.cache
 def all_weight_bytes() -> int:
     """Bytes of all weights of the model. (`bench_generate.weight_bytes` counts only weights that a step reads.)"""
@@ -363,16 +337,17 @@ def all_weight_bytes() -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def rows_table(caches: Sequence[str] = CACHES) -> str:
-    """A Markdown table. Ratios are relative to the first cache."""
-    rooms = [room(cache) for cache in caches]
+def rows_table() -> str:
+    """A Markdown table: bytes of a row, and rows that fit. Ratios are relative to the first cache."""
+    sizes = {cache: row_bytes(cache, qwen3_8b(LAYERS), DTYPE, PROMPT + NEW_TOKENS) for cache in CACHES}
+    rows = {cache: rows_within(BUDGET, all_weight_bytes(), *size) for cache, size in sizes.items()}
     columns: dict[str, Any] = {
-        "cache": lambda x: f"`{x.cache}`",
-        "MB per row": lambda x: f"{x.row / 1e6:.0f}",
-        "rows": lambda x: str(x.rows),
-        "ratio": lambda x: f"{x.rows / rooms[0].rows:.1f}x",
+        "cache": lambda cache: f"`{cache}`",
+        "MB per row": lambda cache: f"{sizes[cache][0] / 1e6:.0f}",
+        "rows": lambda cache: str(rows[cache]),
+        "ratio": lambda cache: f"{rows[cache] / rows[CACHES[0]]:.1f}x",
     }
-    return listed(rooms, columns)
+    return listed(CACHES, columns)
 
 
 def measure_batch(

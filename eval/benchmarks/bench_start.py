@@ -5,8 +5,8 @@ in its own processes. The first one has empty folders for compiled kernels (`col
 the first one kept.
 
 - `import_s`: from the start of the process until torch, transformers and this package are imported.
-- `first_token_s`, `tenth_token_s`: from the call of `lb.generate`, with loaded weights, until this token is known.
-- `step_ms`: median of the steps after the tenth token, by the GPU's clock.
+- `first_token_s`, `tenth_token_s`: from the call of `lb.generate`, with loaded weights, until the GPU has its logits.
+- `step_ms`: median of later steps, by the GPU's clock.
 - `limit_ms`: weights and stored bytes, read once at the bandwidth measured in the same process.
 """
 
@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import LogitsProcessor
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import NAME
@@ -47,32 +46,18 @@ def measure(
     where = torch.device(device)
     model = random_model(llama_8b(32, tiny), torch.bfloat16 if where.type == "cuda" else torch.float32, where)
     ids = torch.randint(0, model.config.vocab_size, (batch, tokens), device=where)
-
-    class Known(LogitsProcessor):
-        """Notes the times at which the first and the tenth token are known. It waits for the GPU only at these two."""
-
-        def __init__(self) -> None:
-            self.calls, self.seconds = 0, dict[int, float]()
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if self.calls in (1, 10):
-                wait(where)
-                self.seconds[self.calls] = time.perf_counter() - begin
-            return scores
-
-    known, clock = Known(), StepClock(where)
+    clock: Any = StepClock(where)
     wait(where)
-    begin = time.perf_counter()
+    clock(None, None)
     out = lb.generate(
         *(model, ids, preset, NEW_TOKENS),
         step=step_kind,  # type: ignore[arg-type]
         do_sample=False,
         pad_token_id=0,
         return_dict_in_generate=True,
-        logits_processor=[known, clock],
+        logits_processor=[clock],
     )
-    steps = clock.steps_ms(skip=12)
+    times = clock.steps_ms(skip=0)  # the first is until the first token
     nbytes = out[NAME].nbytes
     moved = weight_bytes(model) + nbytes.codes + nbytes.metadata + nbytes.window
     return {
@@ -81,9 +66,9 @@ def measure(
         "batch": batch,
         "tokens": tokens,
         "import_s": import_s,
-        "first_token_s": known.seconds[1],
-        "tenth_token_s": known.seconds[10],
-        "step_ms": statistics.median(steps),
+        "first_token_s": times[0] / 1e3,
+        "tenth_token_s": sum(times[:10]) / 1e3,
+        "step_ms": statistics.median(times[13:]),
         "limit_ms": moved / read_bandwidth(where) * 1e3,
         "model": "tiny" if tiny else "llama-8b-shape-32-layers",
     }
@@ -94,14 +79,8 @@ def in_a_fresh_process(folders: Path, arguments: list[str]) -> dict[str, Any]:
     cache_folders = {name: str(folders / name.lower()) for name in FOLDERS}
     for path in cache_folders.values():
         Path(path).mkdir(parents=True, exist_ok=True, mode=0o700)
-    command = [
-        sys.executable,
-        "-m",
-        "hf_lowbit_kv.eval.benchmarks.bench_start",
-        "--child",
-        str(time.time()),
-        *arguments,
-    ]
+    module = "hf_lowbit_kv.eval.benchmarks.bench_start"
+    command = [sys.executable, "-m", module, "--child", str(time.time()), *arguments]
     done = subprocess.run(command, env={**os.environ, **cache_folders}, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not lines:

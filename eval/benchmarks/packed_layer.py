@@ -144,8 +144,6 @@ class PackedCase:
     new_v: torch.Tensor
     ops: Any = ops
     """`backends.operations` of this tree or of another one"""
-    mask: torch.Tensor | None = None
-    """bool `[B, 1]`, False for rows that take no part in a step; `None`: all do"""
 
     @property
     def state(self) -> LayerState:
@@ -161,11 +159,11 @@ class PackedCase:
 
     @property
     def inputs(self) -> StepInputs:
-        return StepInputs(self.q, self.k, self.v, self.mask, scaling=self.scaling)
+        return StepInputs(self.q, self.k, self.v, scaling=self.scaling)
 
     def _token(self, token: int) -> StepInputs:
         """The inputs of `step`."""
-        return StepInputs(self.q[:, :, :1], self.new_k[token], self.new_v[token], self.mask, scaling=self.scaling)
+        return StepInputs(self.q[:, :, :1], self.new_k[token], self.new_v[token], scaling=self.scaling)
 
     @property
     def nbytes(self) -> int:

@@ -47,7 +47,7 @@ def test_every_command_is_understood(tmp_path, monkeypatch):
             get_preset(preset)
         for contender in options.get("contender") or ():
             Wanted.parse(contender)
-        for shape in options.get("shape") or () if "cells" in options else ():
+        for shape in options.get("shape") or () if "matrix" in options else ():
             Shape.parse(shape)
 
 

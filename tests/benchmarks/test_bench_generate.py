@@ -170,7 +170,7 @@ def test_bench_batch_shrinks_until_it_fits(model, monkeypatch):
 
     monkeypatch.setattr(bench_memory, "run_to_the_end", fake)
     wanted = contenders.Wanted.parse("DynamicCache/eager")
-    each, shared = bench_memory.cache_bytes(wanted, model, 600, None)
+    each, shared = bench_memory.row_bytes(wanted.name, model.config, model.dtype, 600)
     assert shared == 0
     budget = bench_memory.RESERVE + 23.5 * each + sum(p.nbytes for p in model.parameters())
     record = bench_memory.largest(wanted, model, 100, 500, budget, None, None)
@@ -210,8 +210,10 @@ def test_computed_rows_are_those_of_the_measurement():
         cache = record["cache"]
         if cache.startswith("eigen-") and record["date"] < "2026-11-26":  # pages whose means had 8 bits
             continue
-        found = bench_memory.room(cache)
+        tokens = bench_memory.PROMPT + bench_memory.NEW_TOKENS
+        row, shared = bench_memory.row_bytes(cache, bench_memory.qwen3_8b(), bench_memory.DTYPE, tokens)
+        rows = bench_memory.rows_within(bench_memory.BUDGET, record["weight_bytes"], row, shared)
         assert bench_memory.all_weight_bytes() == record["weight_bytes"]
-        assert found.row == pytest.approx(record["row_bytes"], rel=1e-3)
+        assert row == pytest.approx(record["row_bytes"], rel=1e-3)
         most = record.get("most", BOUNDED.get(record["cache"]))
-        assert min(found.rows, most or found.rows) == record["rows_tried"][0]
+        assert min(rows, most or rows) == record["rows_tried"][0]
