@@ -340,16 +340,14 @@ def calibrated(
     texts: Sequence[str],
     names: Sequence[str],
     samples: int | None = None,
-    length: int | None = None,
-    seed: int = 0,
     progress: bool | Report | None = True,
 ) -> dict[str, Callable[[], LowBitCache]]:
     """Functions that make the cache of each baseline, by name. The model reads the texts once for all baselines.
 
     Args:
         texts: strings to calibrate on. They must differ from the measured texts.
-        samples, length, seed, progress: as for `lb.calibrate`. By default a window has 4096 tokens, or the model's
-            longest context if that is shorter.
+        samples, progress: as for `lb.calibrate`. A window has 4096 tokens, or the model's longest context if that is
+            shorter.
 
     Raises:
         ValueError: an unknown name, texts that are too short, or a model with layers for which a baseline is not
@@ -357,9 +355,8 @@ def calibrated(
     """
     names = check_names(names)
     register()
-    length = min(LENGTH, longest_window(model)) if length is None else length
     tokens = Tokens(texts, tokenizer)
-    windows = tokens.draw(samples, length, seed, model.device.type, least=2)
+    windows = tokens.draw(samples, min(LENGTH, longest_window(model)), 0, model.device.type, least=2)
     say(announcement(tokens, windows, None), progress)
     count = len(windows.windows)
     with reporting(progress) as report:

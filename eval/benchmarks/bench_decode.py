@@ -334,7 +334,8 @@ def main(
     if matrix:
         cells = [(name, each, None) for name, each in packed_layer.matrix() if preset is None or each in preset]
     else:
-        cells = itertools.product(shape or [each.name for each in USUAL], preset or PRESETS, backend or [None])
+        backends: list[str | None] = [*backend] if backend else [None]
+        cells = itertools.product(shape or [each.name for each in USUAL], preset or PRESETS, backends)
     other = None if against is None else OtherTree(against)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": run.device, "head_dim": head_dim}
     options |= {"query_length": query_length, "rounds": rounds, "per_head": per_head, "against": other}

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -134,31 +135,17 @@ def _first_tokens(
         def call(store: Any = store, cached: list[int] = cached) -> None:
             new = torch.randint(3, model.config.vocab_size, (1, NEW_TOKENS), device=model.device)
             ids = torch.cat([prompt, new], dim=1)
-            mask = torch.ones_like(ids)
-            keep = options | {"attention_mask": mask, "return_dict_in_generate": True}
-            before = None if store is None else list(store._prompts)
-            out = lb.generate(model, ids, preset, prefixes=_Reading(store), **keep)
+            keep = options | {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
+            loaded = None if store is None else list(store._prompts)
+            out = lb.generate(model, ids, preset, prefixes=store, **keep)
             cached.append(out.past_key_values.cached_tokens)
-            if before is not None:
-                store._prompts[:] = before
+            if loaded is not None:
+                store._prompts[:] = loaded
 
-        seconds = _median(model.device, repeats if store is not None else 2, call)
+        # stores are only read; otherwise a call would add a prompt, and change the next call
+        with patch.object(lb.PrefixStore, "add"):
+            seconds = _median(model.device, repeats if store is not None else 2, call)
         record("first_token", source=name, seconds=seconds, cached_tokens=min(cached), new_tokens=NEW_TOKENS)
-
-
-class _Reading:
-    """A store that is only read. Otherwise a measured call would add prompts, and change the next call."""
-
-    def __init__(self, store: lb.PrefixStore | None):
-        self.store = store
-
-    def restore(self, cache: lb.LowBitCache, rows: list[torch.Tensor]) -> Any:
-        if self.store is None:
-            return lb.PrefixStore(1).restore(cache, rows)
-        return self.store.restore(cache, rows)
-
-    def add(self, cache: lb.LowBitCache, rows: list[torch.Tensor]) -> None:
-        pass
 
 
 if __name__ == "__main__":

@@ -124,12 +124,20 @@ def first_tokens(grouped: list[list[Job]]) -> list[list[Job]]:
 
 
 @torch.no_grad()
-def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int, slots: int) -> list[float]:
-    """Milliseconds of decode steps of a pool of `slots` slots with rows of these lengths. Steps are recorded if the
-    device has graphs."""
+def _template(model: Any, preset: str) -> lb.LowBitCache:
+    """A cache whose layers are initialized, as `generate_many` makes one for its pool."""
     template = lb.from_preset(preset, model, max_cache_len=64)
     with selected(model):
         read_once(model, template, 64)
+    return template
+
+
+@torch.no_grad()
+def pool_steps_ms(model: Any, preset: str, lengths: list[int], count: int, slots: int) -> list[float]:
+    """Milliseconds of decode steps of a pool of `slots` slots with rows of these lengths. Steps are recorded if the
+    device has graphs."""
+    template = _template(model, preset)
+    with selected(model):
         layers, room = stored_layers(template), max(lengths) + count + 16
         pool = RowPool(layers, slots, len(lengths) * (room + 128), room)
         steps = PoolSteps(model, template, pool)
@@ -255,9 +263,7 @@ def measure_many(model: Any, preset: str, work: list[Job], memory: int, chunk: i
 
 def row_bytes_of(model: Any, preset: str) -> Any:
     """A function from the tokens of a row to its bytes in the cache of `lb.generate`."""
-    template = lb.from_preset(preset, model, max_cache_len=64)
-    with selected(model), torch.no_grad():
-        read_once(model, template, 8)
+    template = _template(model, preset)
     layers = stored_layers(template)
 
     def row_bytes(tokens: int) -> int:
@@ -328,9 +334,7 @@ def measure_batching(model: Any, work: list[Job], most_seconds: float | None = N
 def measure_packed(model: Any, preset: str, work: list[Job], memory: int, sized_for: list[Job]) -> dict[str, Any]:
     """Run transformers' own scheduler on packed pages. Its pool is as large as that of `lb.generate_many` for the
     requests `sized_for`."""
-    template = lb.from_preset(preset, model, max_cache_len=64)
-    with selected(model), torch.no_grad():
-        read_once(model, template, 8)
+    template = _template(model, preset)
     limits = [len(job.prompt) + job.answer for job in sized_for]
     size = pool_size(stored_layers(template), memory, limits, None, None, True)
     pages = size.tokens // template.spec.page_size
@@ -412,16 +416,9 @@ def main(
             measure_peer(model, cut_short(work[:8]), peer_seconds)
             record = measure_peer(model, work[:PEER_REQUESTS], peer_seconds)
             run.add({"part": "peer", "answers": kind, "requests": PEER_REQUESTS} | record)
-    times = (
-        "batch_ms:.2f",
-        "pool_ms:.2f",
-        "padded_ms:.2f",
-        "round_ms:.2f",
-        "seconds:.1f",
-        "prompt_s:.1f",
-        "decode_s:.1f",
-    )
-    run.end("part", "answers", "rows", *times, "steps", "tokens_per_s:.0f")
+    times = "batch_ms:.2f", "pool_ms:.2f", "padded_ms:.2f", "round_ms:.2f"
+    seconds = "seconds:.1f", "prompt_s:.1f", "decode_s:.1f"
+    run.end("part", "answers", "rows", *times, *seconds, "steps", "tokens_per_s:.0f")
 
 
 def _batching(text: str) -> tuple[str, int]:

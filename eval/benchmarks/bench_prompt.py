@@ -36,7 +36,6 @@ import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +43,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.progress import track
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 from transformers import DynamicCache
 
@@ -68,7 +67,7 @@ from hf_lowbit_kv.eval.benchmarks.result_files import (
     Run,
     Tiny,
 )
-from hf_lowbit_kv.eval.benchmarks.timing import Candidate, Inputs, time_interleaved
+from hf_lowbit_kv.eval.benchmarks.timing import Candidate, Inputs, attention, time_interleaved
 from hf_lowbit_kv.eval.local_models import BUNDLED_MODEL, default_texts, load_model
 from hf_lowbit_kv.eval.perplexity import Expected, Scores, check_window, chunk_bounds, window_tokens
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
@@ -158,24 +157,14 @@ def time_models(
 HEADS, KV_HEADS = 32, 8
 
 
-def _attention(x: Inputs, backend: SDPBackend | None = None, **mask: Any) -> Callable[[], torch.Tensor]:
-    """PyTorch's 16-bit attention, with one of its backends or with the one that it chooses."""
-
-    def call() -> torch.Tensor:
-        with nullcontext() if backend is None else sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=True, **mask)
-
-    return call
-
-
 def _chunk_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
     """16-bit attention of a chunk to a dense cache whose last tokens are the chunk."""
     queries, tokens = x.q.shape[2], x.k.shape[2]
     mask = torch.ones(queries, tokens, dtype=torch.bool, device=x.q.device).tril(tokens - queries)
     return {
-        "sdpa-flash": _attention(x, SDPBackend.FLASH_ATTENTION, attn_mask=causal_lower_right(queries, tokens)),
-        "sdpa-cudnn": _attention(x, SDPBackend.CUDNN_ATTENTION),
-        "sdpa-mask": _attention(x, attn_mask=mask),
+        "sdpa-flash": attention(x, SDPBackend.FLASH_ATTENTION, attn_mask=causal_lower_right(queries, tokens)),
+        "sdpa-cudnn": attention(x, SDPBackend.CUDNN_ATTENTION),
+        "sdpa-mask": attention(x, attn_mask=mask),
     }
 
 
@@ -183,7 +172,7 @@ def _prompt_peers(x: Inputs) -> dict[str, Callable[[], torch.Tensor]]:
     """16-bit attention of a whole prompt to itself, with the kernel that PyTorch chooses and with each of two
     kernels."""
     kernels = {"sdpa": None, "sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
-    return {name: _attention(x, backend, is_causal=True) for name, backend in kernels.items()}
+    return {name: attention(x, backend, is_causal=True) for name, backend in kernels.items()}
 
 
 def _usable(peers: dict[str, Callable]) -> dict[str, Callable]:
@@ -401,8 +390,6 @@ def compare_chunks(
         list[int] | None, typer.Option(help="Tokens read at a time, 0 for all; repeatable.", min=0)
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of the prompt [default: 3584, or 32768].")] = None,
-    behind: Annotated[int, typer.Option(help="Tokens after the prompt that are scored.", min=1)] = 512,
-    text: Annotated[list[Path] | None, typer.Option(help="Text files; repeatable [default: two essays].")] = None,
     layers: Layers = 32,
     tiny: Tiny = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cpu for KL, cuda for --memory].")] = None,
@@ -423,8 +410,8 @@ def compare_chunks(
         return
     model, tokenizer = load_model(None, device=run.device)
     run.common["model"] = BUNDLED_MODEL
-    texts: Any = text
-    for record in measure_kl(model, tokenizer, preset or KL_PRESETS, texts, tokens or 3584, behind, chunk or KL_CHUNKS):
+    prompt, chunks = tokens or 3584, chunk or KL_CHUNKS
+    for record in measure_kl(model, tokenizer, preset or KL_PRESETS, prompt=prompt, chunks=chunks):
         run.add(record)
     run.end("preset", "prompt", "chunk", "kl:.4f", "kl_whole:.4f", "top1:.3f")
 

@@ -142,13 +142,7 @@ def _calibrated(spec: lb.LayerSpec) -> list[torch.Tensor]:
 
 def setting(dtype: str = "float32") -> dict[str, Any]:
     """Fields that are the same in all records of a run. They distinguish its records from those with other settings."""
-    return {
-        "model": BUNDLED_MODEL,
-        "context": CONTEXT,
-        "start": START,
-        "chunk": CHUNK,
-        "dtype": dtype,
-    }
+    return {"model": BUNDLED_MODEL, "context": CONTEXT, "start": START, "chunk": CHUNK, "dtype": dtype}
 
 
 def missing(records: Iterable[dict[str, Any]], definitions: dict[str, str], texts: Iterable[str]) -> list[tuple]:

@@ -47,7 +47,8 @@ figures.
 def benchmarks_page(folder: Path = RESULTS) -> str:
     """The page, made from the records in `folder`."""
     sections = {"decode": _decode, "generate": _generate, "batch": _batch, "memory": _memory, "prefill": _prompt}
-    texts = [section(_load(folder, kind)) for kind, section in sections.items()]
+    loaded = {section: _load(folder, kind) for kind, section in sections.items()}
+    texts = [section(records) for section, records in loaded.items() if records]
     return BENCHMARKS_INTRO + "".join(f"\n{text}\n" for text in texts if text)
 
 
@@ -155,9 +156,7 @@ def _step_tables(last: dict[tuple, Record]) -> str:
     return "\n".join(tables)
 
 
-def _generate(records: list[Record]) -> str | None:
-    if not records:
-        return None
+def _generate(records: list[Record]) -> str:
     last = newest(records, "gpu", "model", "cache", "mode", "backend", "batch", "tokens")
     sizes = sorted({key[5:] for key in last})
 
@@ -180,9 +179,7 @@ bfloat16. Columns are batch x tokens stored. `python -m hf_lowbit_kv.eval.benchm
 {_commits(last.values())}"""
 
 
-def _batch(records: list[Record]) -> str | None:
-    if not records:
-        return None
+def _batch(records: list[Record]) -> str:
     last = newest(records, "gpu", "model", "cache", "mode", "prompt", "new_tokens", "budget").values()
     columns = {
         "GPU": "{gpu}",
@@ -204,9 +201,7 @@ compare rows with all caches, and throughput among steps of one kind.
 {_commits(last)}"""
 
 
-def _memory(records: list[Record]) -> str | None:
-    if not records:
-        return None
+def _memory(records: list[Record]) -> str:
     last = newest(records, "gpu", "preset", "batch", "tokens", "prefill_chunk").values()
     columns = {
         "GPU": "{gpu}",

@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
 from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, llama_8b
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Out, PresetNames, Run
@@ -129,20 +128,8 @@ def written(preset: str, model: Any) -> dict[str, torch.Tensor]:
     """Tokens `[rows, new]` that follow a random prompt, and their logits `[rows, new, vocabulary]`, on the CPU."""
     rows, tokens, new = TEXT
     ids = torch.randint(0, model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(1))
-    ids = ids.to(model.device)
-    cache = make(preset, "recorded", model, rows, tokens + new).cache
-    out = lb.generate(
-        model,
-        ids,
-        attention_mask=torch.ones_like(ids),
-        **as_argument(cache),
-        do_sample=False,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    contender = make(preset, "recorded", model, rows, tokens + new)
+    out = contender.generate(ids.to(model.device), new, return_dict_in_generate=True, output_logits=True)
     return {"tokens": out.sequences[:, tokens:].cpu(), "logits": torch.stack(out.logits, 1).float().cpu()}
 
 

@@ -12,6 +12,8 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,40 +172,29 @@ class Inputs:
         return cls(draw(heads, query_length), draw(kv_heads, tokens), draw(kv_heads, tokens, head_dim_v or head_dim))
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Inputs], Callable]:
-    """PyTorch's attention with one of its backends, which groups the query heads itself."""
+def attention(x: Inputs, backend: SDPBackend | None = None, **mask: Any) -> Callable[[], torch.Tensor]:
+    """PyTorch's attention with one of its backends [default: the one that it chooses]. It groups the query heads itself."""
 
-    def make(x: Inputs) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=x.q.shape[1] != x.k.shape[1])
+    def call() -> torch.Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(x.q, x.k, x.v, enable_gqa=x.q.shape[1] != x.k.shape[1], **mask)
 
-        return call
-
-    return make
+    return call
 
 
-def _sdpa_folded(backend: SDPBackend) -> Callable[[Inputs], Callable]:
-    """Like `_sdpa`, but the query heads of a group are passed as if they were query tokens."""
-
-    def make(x: Inputs) -> Callable[[], torch.Tensor]:
-        if x.q.shape[1] == x.k.shape[1]:
-            raise ValueError("there are no groups to fold")
-        folded = x.q.reshape(x.q.shape[0], x.k.shape[1], -1, x.q.shape[-1])
-
-        def call() -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(folded, x.k, x.v).view(*x.q.shape[:-1], x.v.shape[-1])
-
-        return call
-
-    return make
+def folded_attention(x: Inputs, backend: SDPBackend) -> Callable[[], torch.Tensor]:
+    """Like `attention`, but the query heads of a group are passed as if they were query tokens."""
+    if x.q.shape[1] == x.k.shape[1]:
+        raise ValueError("there are no groups to fold")
+    folded = x.q.reshape(x.q.shape[0], x.k.shape[1], -1, x.q.shape[-1])
+    call = attention(dataclasses.replace(x, q=folded), backend)
+    return lambda: call().view(*x.q.shape[:-1], x.v.shape[-1])
 
 
 PEERS: dict[str, Callable[[Inputs], Callable[[], torch.Tensor]]] = {
-    "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "sdpa-cudnn-folded": _sdpa_folded(SDPBackend.CUDNN_ATTENTION),
-    "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": partial(attention, backend=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-cudnn-folded": partial(folded_attention, backend=SDPBackend.CUDNN_ATTENTION),
+    "sdpa-flash": partial(attention, backend=SDPBackend.FLASH_ATTENTION),
 }
 
 
