@@ -8,6 +8,7 @@ CUDA. A calibration that does not fit fails, and the failure is printed.
 
 from __future__ import annotations
 
+import functools
 import time
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -95,12 +96,9 @@ def main(
         torch.cuda.set_per_process_memory_fraction((parse_size(memory) - CUDA_BYTES) / there_is)
     model = random_8b(run, layers, tiny)
     for name in preset or ["vecinfer-2", "eigen-2"]:
-        try:
-            record = measure(model, name, samples=samples, length=length, offload=offload)
-        except torch.OutOfMemoryError:
-            print(f"{name}, offload {offload}: out of memory")
-            continue
-        run.add(record | {"gradient_windows": gradients.SAMPLES[where]})
+        timed = functools.partial(measure, model, name, samples=samples, length=length, offload=offload)
+        if (record := run.attempt(name, timed)) is not None:
+            run.add(record | {"gradient_windows": gradients.SAMPLES[where]})
     run.end("preset", "offload", "seconds:.1f", "parts", "samples", "length", "growth:GB")
 
 

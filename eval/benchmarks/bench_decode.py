@@ -52,6 +52,7 @@ from hf_lowbit_kv.eval.benchmarks.packed_layer import (
     append_fault,
     attend_error,
     build,
+    check_error,
     rewind,
     step_fault,
 )
@@ -83,8 +84,7 @@ OURS, AGAINST = "ours", "against"
 def check(case: PackedCase, backend: str, whose: str = "") -> float:
     """The relative error of the output. Raises `WrongResultError` if a check fails."""
     relerr, bound = attend_error(case, backend)
-    if not relerr <= bound:  # NaN fails too
-        raise WrongResultError(f"{whose}relative error {relerr:.2g} is above its bound {bound:.2g}")
+    check_error(relerr, bound, whose)
     if fault := append_fault(case, backend):
         raise WrongResultError(f"{whose}append: {fault}")
     if fault := step_fault(case, backend):

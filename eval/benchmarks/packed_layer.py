@@ -238,7 +238,9 @@ def build(
         return torch.randn(*sizes, widths[side], device=device).to(dtype)
 
     heads, kv_heads = (shape.batch, shape.heads), (shape.batch, shape.kv_heads)
-    records = random_records(spec, widths, shape.kv_heads, per_head, torch.device(device))
+    device = torch.device(device)
+    parameters = random_parameters(spec, widths, shape.kv_heads, per_head, device)
+    records = spec.records(parameters, widths, shape.kv_heads, slice(0, shape.kv_heads), device)
     geometry = spec, *kv_heads, widths[0], widths[1], dtype, device, shape.tokens + 2 * page
     store = PagedStore(*geometry, parameters=records)
     case = PackedCase(
@@ -249,14 +251,6 @@ def build(
     )
     fill(store, histories)
     return case
-
-
-def random_records(
-    spec: LayerSpec, head_dims: tuple[int, int], kv_heads: int, per_head: bool | None, device: torch.device
-) -> list[torch.Tensor]:
-    """The parameter records of a layer, from `random_parameters`."""
-    parameters = random_parameters(spec, head_dims, kv_heads, per_head, device)
-    return spec.records(parameters, head_dims, kv_heads, slice(0, kv_heads), device)
 
 
 def random_parameters(
@@ -318,6 +312,12 @@ class WrongResultError(RuntimeError):
     """A check failed, so nothing was timed."""
 
 
+def check_error(error: float, bound: float, whose: str = "") -> None:
+    """Raises `WrongResultError` if a relative error is above its bound, or NaN."""
+    if not error <= bound:
+        raise WrongResultError(f"{whose}relative error {error:.2g} is above its bound {bound:.2g}")
+
+
 def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
     """Relative error of the backend's step, compared with float32 attention over the same packed bytes, and the bound
     of this error. The bound is twice the error of plain 16-bit attention over the unpacked tokens (of the first row),
@@ -331,7 +331,7 @@ def attend_error(case: PackedCase, backend: str) -> tuple[float, float]:
     for order in ("0", "1"):  # any order of pages, and fixed order, which NaN-filling would select by itself
         with patch.dict(os.environ, {determinism.VARIABLE: order}):
             errors.append(_relative(_poisoned(lambda: case.attend(backend)).float(), expected))
-    plain = _plain_attention(case, row=0).float()
+    plain = _plain_attention(case).float()
     bound = max(2 * _relative(plain, expected[:1]), torch.finfo(case.q.dtype).eps)
     return max(errors), bound
 
@@ -355,9 +355,9 @@ def _poisoned(work):
             settings.fill_uninitialized_memory = fill
 
 
-def _plain_attention(case: PackedCase, row: int) -> torch.Tensor:
-    """PyTorch's attention of one row over its unpacked tokens: `[1, S, Hq, D]` in the model's dtype."""
-    rows = slice(row, row + 1)
+def _plain_attention(case: PackedCase) -> torch.Tensor:
+    """PyTorch's attention of the first row over its unpacked tokens: `[1, S, Hq, D]` in the model's dtype."""
+    rows = slice(1)
     layer = case.store.rows(rows)
     length = int(layer.state.length[0, 0])
     stored = reference.OPERATIONS.read(layer, length)

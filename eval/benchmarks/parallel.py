@@ -31,7 +31,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
-from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, llama_8b
+from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, count_weights, llama_8b
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Out, PresetNames, Run
 from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
 from hf_lowbit_kv.eval.provenance import run_command
@@ -85,15 +85,9 @@ SHAPES = {"llama-8b": llama_8b, "llama-70b": llama_70b, "tiny": tiny}
 
 def fitting_layers(shape: str) -> int:
     """How many layers of the shape fit into `WEIGHTS_LIMIT` in 16 bits, at most those of the model."""
-    full, none, one = (_weights(SHAPES[shape](*layers)) for layers in ((), (0,), (1,)))
+    full, none, one = (count_weights(SHAPES[shape](*layers)) for layers in ((), (0,), (1,)))
     per_layer = one - none
     return int(min((full - none) // per_layer, (WEIGHTS_LIMIT / 2 - none) // per_layer))
-
-
-def _weights(config: LlamaConfig) -> int:
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    return sum(weight.numel() for weight in model.parameters())
 
 
 def split_model(config: LlamaConfig, processes: Processes, device: torch.device, seed: int = 0) -> Any:

@@ -65,6 +65,13 @@ def random_8b(run: Run, layers: int, tiny: bool = False) -> Any:
     return random_model(llama_8b(layers, tiny), run.dtype, run.device)
 
 
+def count_weights(config: PreTrainedConfig) -> int:
+    """Number of weights of a model, which is not made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def weight_bytes(model: Any) -> int:
     """Bytes of weights that a step reads: all except the embedding, because a step reads only one of its rows per
     token."""

@@ -329,10 +329,8 @@ def points(rows: list[PresetRow]) -> list[Record]:
     """Points of the picture: presets with a record of the transcript. Presets that store the same are shown once.
     Kitty's ablations other than by variance are left out, because they have their own table."""
     shown: dict[tuple[float, float], Record] = {}
-    listed = {
-        name: index for index, name in enumerate(lb.preset_names())
-    }  # if several presets store the same, the first listed one is shown
-    for row in sorted(rows, key=lambda row: listed.get(row.preset, len(listed))):
+    names = lb.preset_names()  # if several presets store the same, the first listed one is shown
+    for row in sorted(rows, key=lambda row: names.index(row.preset) if row.preset in names else len(names)):
         ablation = row.preset.startswith("kitty") and row.preset.endswith(("-random", "-range", "-hadamard-variance"))
         if row.transcript is not None and row.bits < 16 and not ablation:
             kl = row.transcript["kl"]

@@ -213,7 +213,7 @@ def test_computed_rows_are_those_of_the_measurement():
         tokens = bench_memory.PROMPT + bench_memory.NEW_TOKENS
         row, shared = bench_memory.row_bytes(cache, bench_memory.qwen3_8b(), bench_memory.DTYPE, tokens)
         rows = bench_memory.rows_within(bench_memory.BUDGET, record["weight_bytes"], row, shared)
-        assert bench_memory.all_weight_bytes() == record["weight_bytes"]
+        assert random_models.count_weights(bench_memory.qwen3_8b()) * 2 == record["weight_bytes"]
         assert row == pytest.approx(record["row_bytes"], rel=1e-3)
         most = record.get("most", BOUNDED.get(record["cache"]))
         assert min(rows, most or rows) == record["rows_tried"][0]
