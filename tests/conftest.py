@@ -140,6 +140,14 @@ def model():
     lb.release(model)
 
 
+@pytest.fixture(scope="module")
+def models(one_thread):
+    """A tiny Llama with our attention and one with transformers', with the same weights. All tests of a file share them."""
+    from cases import tiny_models
+
+    return tiny_models("llama")
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """The graphs that are made in place of CUDA's during a test."""

@@ -25,11 +25,6 @@ PROMPT, ANSWER, MORE = 90, 60, 7
 WRITTEN = (ANSWER, 3, 40)
 
 
-@pytest.fixture(scope="module")
-def models():
-    return tiny_models("llama")
-
-
 def _read(model, cache, ids, mask, positions=None):
     positions = (mask.cumsum(1) - 1).clamp(min=0) if positions is None else positions
     tokens = ids.shape[1]

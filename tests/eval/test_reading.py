@@ -25,11 +25,6 @@ def contexts():
     return texts
 
 
-@pytest.fixture(scope="module")
-def models():
-    return tiny_models("llama")
-
-
 @pytest.fixture
 def reader(models):
     def make(preset, chunk=32, batch_size=8, **options):

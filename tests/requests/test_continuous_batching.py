@@ -24,11 +24,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def models():
-    return tiny_models("llama")
-
-
 @pytest.fixture
 def ours(models):
     """The model with lossless pages in force."""

@@ -8,6 +8,7 @@ from cases import SMALL_PAGES, tiny_models
 from chat_cases import tokenizer_of
 from fake_graph import in_place_of_graphs
 from marked import slow_case
+from pool_cases import many, tokens_of, transformers_own
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.prompts import kept_prompt, prompt_folder
@@ -16,36 +17,11 @@ from hf_lowbit_kv.requests.request_loop import RequestLoop
 from hf_lowbit_kv.requests.slot_memory import SlotMemory
 from hf_lowbit_kv.storage import paged_store, stored_tokens
 
-FIXED = {"cache_options": SMALL_PAGES, "progress": False, "do_sample": False, "prefill_chunk_size": 64}
 PAGE = SMALL_PAGES["page_size"]
-
-
-@pytest.fixture(scope="module")
-def models(one_thread):
-    return tiny_models("llama")
-
-
-@pytest.fixture(scope="module")
-def model(models):
-    return models[0]
 
 
 def text(tokens: int, seed: int) -> torch.Tensor:
     return torch.randint(3, 158, (tokens,), generator=torch.Generator().manual_seed(seed))
-
-
-def many(model, requests, preset="dense", new_tokens=10, **options):
-    return lb.generate_many(model, requests, preset, max_new_tokens=new_tokens, **FIXED | options)
-
-
-def answers(results) -> list[list[int]]:
-    assert [result.error for result in results] == [None] * len(results)
-    return [result.generated_tokens for result in results]
-
-
-def transformers_own(model, texts, new_tokens=10) -> list[list[int]]:
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    return [model.generate(ids[None], **options)[0, len(ids) :].tolist() for ids in texts]
 
 
 @pytest.fixture
@@ -110,7 +86,7 @@ def test_a_second_call_and_a_restart_copy_no_page(
         copied.clear()
         watch = Watch(monkeypatch)
         results = many(long_model, questions, preset, **options)
-        found[name] = answers(results)
+        found[name] = tokens_of(results)
         assert sum(copied) == 0
         assert {result.cached_tokens for result in results} == {tokens}
         assert watch.rows == rows
@@ -125,9 +101,9 @@ def test_texts_of_a_store_come_and_go_while_rows_run(models):
     ours, theirs = models
     store = lb.PrefixStore("1GB")
     begins = [text(90 + 40 * number, number) for number in range(5)]
-    many(ours, begins, prefixes=store)
+    many(ours, begins, new_tokens=10, prefixes=store)
     longer = [torch.cat([ids, text(70, 10)]) for ids in begins]
-    many(ours, longer, prefixes=store)  # these have the pages of the first ones, and some of their own
+    many(ours, longer, new_tokens=10, prefixes=store)  # these have the pages of the first ones, and some of their own
     order = [0, 1, 2, 1, 3, 4, 0, 2, 4, 3, 1, 0]
     questions = [torch.cat([longer[which], text(3 + 11 * number, 20 + number)]) for number, which in enumerate(order)]
     lengths = [4 + 5 * (number % 4) for number in range(len(order))]
@@ -135,7 +111,7 @@ def test_texts_of_a_store_come_and_go_while_rows_run(models):
     expected = [transformers_own(theirs, [ids], new)[0] for ids, new in zip(questions, lengths, strict=True)]
     for share in (True, False):
         results = many(ours, requests, prefixes=store, max_rows=2, share_prefixes=share)
-        assert answers(results) == expected
+        assert tokens_of(results) == expected
         assert all(result.cached_tokens >= 96 for result in results)
 
 
@@ -144,10 +120,10 @@ def test_recorded_steps_stay_valid_when_texts_come_and_go(model, monkeypatch):
     whose kernels find pages by tables: the stand-in of graphs keeps the slabs of the step that it recorded."""
     store = lb.PrefixStore("1GB")
     begins = [text(150 + 30 * number, number) for number in range(4)]
-    many(model, begins, prefixes=store)
+    many(model, begins, new_tokens=10, prefixes=store)
     questions = [torch.cat([begins[number % 4], text(9, 20 + number)]) for number in range(8)]
     graphs = in_place_of_graphs(monkeypatch)
-    options = {"prefixes": store, "max_rows": 2, "as_completed": True, "share_prefixes": False}
+    options = {"prefixes": store, "max_rows": 2, "as_completed": True, "share_prefixes": False, "new_tokens": 10}
     results = list(many(model, questions, **options))
     assert all(result.cached_tokens >= 96 for result in results)
     assert 0 < len(graphs) <= 2, "one for each padded number of rows"
@@ -160,10 +136,10 @@ def test_a_store_that_is_full_loses_nothing_that_rows_read(models, tmp_path, lim
     ours, theirs = models
     store = lb.PrefixStore(limit, folder=tmp_path)
     begins = [text(200, number) for number in range(4)]
-    many(ours, begins, prefixes=store)
+    many(ours, begins, new_tokens=10, prefixes=store)
     questions = [torch.cat([begins[number % 4], text(30 + number, 50 + number)]) for number in range(8)]
-    results = many(ours, questions, prefixes=store, max_rows=3)
-    assert answers(results) == transformers_own(theirs, questions)
+    results = many(ours, questions, new_tokens=10, prefixes=store, max_rows=3)
+    assert tokens_of(results) == transformers_own(theirs, questions, 10)
     assert all(result.cached_tokens >= 128 for result in results)
 
 
@@ -192,7 +168,7 @@ def test_a_cache_goes_on_in_a_running_pool(models, growing, tmp_path):
 
     results = many(ours, requests(), new_tokens=30, max_rows=4)
     expected = [transformers_own(theirs, [ids], new)[0] for ids, new in zip(questions, (60, 30, 30, 30), strict=True)]
-    assert answers(results) == expected
+    assert tokens_of(results) == expected
     assert [result.cached_tokens for result in results[1:]] == [300, 300, 96]
     fresh = lb.from_preset("dense", ours, max_cache_len=600, **SMALL_PAGES)
     with torch.no_grad():
@@ -232,7 +208,7 @@ def test_a_chat_goes_on_in_a_pool(model, tmp_path):
     requests = [{"messages": turn, "past_key_values": chat.cache}, {"messages": turn}]
     many_options = {"tokenizer": tokenizer_of(), "cache_options": SMALL_PAGES, "share_prefixes": False}
     found, read = many(model, requests, new_tokens=6, **many_options)
-    assert answers([found]) == answers([read])
+    assert tokens_of([found]) == tokens_of([read])
     assert (found.cached_tokens, read.cached_tokens) == (held, 0)
     assert chat.send("ef") == found.text
 
@@ -289,7 +265,7 @@ def test_a_server_begins_with_a_folder_of_prompts(models, tmp_path):
     ours, theirs = models
     system = [text(200, number) for number in range(3)]
     store = lb.PrefixStore("1GB", folder=tmp_path)
-    many(ours, system, prefixes=store)
+    many(ours, system, new_tokens=10, prefixes=store)
     store.save()
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     prefixes, done = lb.PrefixStore("1GB", folder=tmp_path), []
@@ -306,7 +282,7 @@ def test_a_server_begins_with_a_folder_of_prompts(models, tmp_path):
         loop.stop()
     assert loop.error is None
     results = sorted(done, key=lambda result: result.index)
-    assert answers(results) == transformers_own(theirs, questions)
+    assert tokens_of(results) == transformers_own(theirs, questions, 10)
     assert all(result.cached_tokens >= 160 for result in results)
     assert len(prefixes) == 3, "a server adds nothing"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == files
@@ -319,10 +295,10 @@ def test_the_summary_counts(model, tmp_path):
     store = lb.PrefixStore("1GB")
     with pytest.raises(ValueError, match="folder=None"):
         store.save()
-    many(model, prompts[:1], prefixes=store)
+    many(model, prompts[:1], new_tokens=10, prefixes=store)
     store = lb.PrefixStore(int(1.5 * store.nbytes), folder=tmp_path)
-    many(model, [prompts[0], prompts[1], prompts[2]], prefixes=store, max_rows=1, share_prefixes=False)
-    many(model, [torch.cat([prompts[2], text(9, 9)])], prefixes=store)
+    many(model, prompts, new_tokens=10, prefixes=store, max_rows=1, share_prefixes=False)
+    many(model, [torch.cat([prompts[2], text(9, 9)])], new_tokens=10, prefixes=store)
     assert (store.hits, store.misses, store.removed) == (1, 3, 2)
     table = str(store.summary())
     for line in ("1 of 4 lookups, 150 tokens", "2 texts, because memory was short", "2 texts in", "1, 159 tokens"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
 from fake_graph import in_place_of_graphs
-from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
+from pool_cases import CHUNK, decode, many, one_row, poison, read, steps_on, tokens_of, transformers_own, written
 from tiny_architectures import tiny_model
 from tiny_vision import ARCHITECTURES, IMAGE_TOKEN, tiny_vision_model
 from transformers import DynamicCache
@@ -23,8 +23,8 @@ from hf_lowbit_kv.requests.row_pool import RowPool
 LENGTHS = (7, 33, 24, 130, 200, 1)
 #: softcaps; layers that share keys and values; sinks; keys wider than values
 FAMILIES = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash")
-FIXED = {"cache_options": SMALL_PAGES, "prefill_chunk_size": CHUNK, "progress": False, "pad_token_id": 0}
-GREEDY = {"do_sample": False, "max_new_tokens": 26}
+#: more than the window
+NEW = 26
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -42,28 +42,18 @@ def texts():
     return [torch.randint(3, 158, (length,)) for length in LENGTHS]
 
 
-def tokens_of(results):
-    assert [result.error for result in results] == [None] * len(results)
-    return [result.generated_tokens for result in results]
-
-
-def transformers_own(model, texts, new_tokens=26):
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    return [model.generate(text[None], **options)[0, len(text) :].tolist() for text in texts]
-
-
 @pytest.mark.host
 def test_dense_pages_write_what_transformers_writes(models, texts):
     """Prompts shorter and longer than the window and than a chunk; more requests than rows."""
     ours, theirs = models
-    found = lb.generate_many(ours, texts, "dense", max_rows=3, **GREEDY, **FIXED)
-    assert tokens_of(found) == transformers_own(theirs, texts)
+    found = many(ours, texts, new_tokens=NEW, max_rows=3)
+    assert tokens_of(found) == transformers_own(theirs, texts, NEW)
     assert len({token for result in found for token in result.generated_tokens}) > 3
 
 
 def test_packed_pages_write_what_one_row_writes(models, texts):
     ours, _ = models
-    found = lb.generate_many(ours, texts, "kivi-4-sink", max_rows=3, **GREEDY, **FIXED)
+    found = many(ours, texts, "kivi-4-sink", NEW, max_rows=3)
     assert tokens_of(found) == [one_row(ours, text, "kivi-4-sink", 26) for text in texts]
 
 
@@ -71,8 +61,8 @@ def test_packed_pages_write_what_one_row_writes(models, texts):
 def test_orders_of_layers_of_other_models(name, texts, one_thread):
     """Attention in chunks instead of windows; Gemma 3n and small Gemma 4, whose last layers have no keys of their own."""
     model, own = tiny_model(name, "lowbit_kv"), tiny_model(name)
-    found = lb.generate_many(model, texts[1:4], "dense", max_rows=2, **GREEDY, **FIXED)
-    assert tokens_of(found) == transformers_own(own, texts[1:4])
+    found = many(model, texts[1:4], new_tokens=NEW, max_rows=2)
+    assert tokens_of(found) == transformers_own(own, texts[1:4], NEW)
 
 
 @torch.no_grad()
@@ -131,7 +121,7 @@ def test_a_row_that_is_being_read_is_not_changed_by_steps_of_others(gemma, texts
         decode(steps, [first])
     steps.newest[second.slot] = logits.argmax()
     answer = [int(logits.argmax())] + [decode(steps, [first, second])[1] for _ in range(25)]
-    assert [answer] == transformers_own(theirs, texts[4:5])
+    assert [answer] == transformers_own(theirs, texts[4:5], NEW)
 
 
 @pytest.mark.host
@@ -169,13 +159,9 @@ def test_a_fork_has_a_ring_of_its_own(gemma, texts):
 
 
 def test_several_sequences_of_a_prompt(gemma, texts):
-    options = {"do_sample": True, "max_new_tokens": 15}
-    requests = [{"input_ids": text, "seed": 3, "num_return_sequences": 3} for text in texts[3:5]]
-    found = lb.generate_many(gemma[0], requests, "dense", max_rows=4, **options, **FIXED)
-    for index, text in enumerate(texts[3:5]):
-        torch.manual_seed(3)
-        expected = gemma[1].generate(text[None], pad_token_id=0, **options)[0, len(text) :].tolist()
-        assert found[3 * index].generated_tokens == expected
+    requests = [{"input_ids": text, "seed": seed, "num_return_sequences": 3} for seed, text in enumerate(texts[3:5])]
+    found = many(gemma[0], requests, new_tokens=15, max_rows=4, do_sample=True)
+    assert tokens_of(found[::3]) == transformers_own(gemma[1], texts[3:5], 15, do_sample=True)
     assert len({tuple(tokens) for tokens in tokens_of(found)}) == 6
 
 
@@ -209,8 +195,8 @@ def test_one_pool_serves_later_requests_and_cancelled_ones_leave_no_trace(gemma,
 def test_prompts_that_begin_alike_share_no_pages(gemma, texts):
     """Pages restore no window."""
     prompts = [torch.cat([texts[4], text]) for text in texts[:3]]
-    found = lb.generate_many(gemma[0], prompts, "dense", max_rows=2, **GREEDY, **FIXED)
-    assert tokens_of(found) == transformers_own(gemma[1], prompts)
+    found = many(gemma[0], prompts, new_tokens=NEW, max_rows=2)
+    assert tokens_of(found) == transformers_own(gemma[1], prompts, NEW)
     assert [result.cached_tokens for result in found] == [0, 0, 0]
 
 
@@ -218,10 +204,10 @@ def test_prompts_that_begin_alike_share_no_pages(gemma, texts):
 def test_a_stored_prompt_goes_on(gemma, length, texts):
     """From its end; its window is kept with it."""
     store, begin = lb.PrefixStore("1GB"), torch.randint(3, 158, (length,))
-    lb.generate_many(gemma[0], [begin], "dense", prefixes=store, **GREEDY, **FIXED)
+    many(gemma[0], [begin], new_tokens=NEW, prefixes=store)
     prompts = [torch.cat([begin, text]) for text in texts[:4]] + [torch.cat([begin[:-1], texts[1]])]
-    found = lb.generate_many(gemma[0], prompts, "dense", prefixes=store, max_rows=2, **GREEDY, **FIXED)
-    assert tokens_of(found) == transformers_own(gemma[1], prompts)
+    found = many(gemma[0], prompts, new_tokens=NEW, prefixes=store, max_rows=2)
+    assert tokens_of(found) == transformers_own(gemma[1], prompts, NEW)
     assert [result.cached_tokens for result in found] == [length] * 4 + [0]
 
 
@@ -236,8 +222,8 @@ def test_a_cache_goes_on(gemma, texts, growing, tmp_path):
     prompts = [torch.cat([texts[4], text]) for text in texts[:3]]
     prompts.append(texts[4][:150])
     requests = [{"input_ids": prompt, "past_key_values": cache} for prompt in prompts]
-    found = lb.generate_many(ours, requests, "dense", max_rows=2, **GREEDY, **FIXED)
-    assert tokens_of(found[:3]) == transformers_own(theirs, prompts[:3])
+    found = many(ours, requests, new_tokens=NEW, max_rows=2)
+    assert tokens_of(found[:3]) == transformers_own(theirs, prompts[:3], NEW)
     assert [result.cached_tokens for result in found[:3]] == [200] * 3
     assert "sliding-window layers need all of them" in found[3].error
 
@@ -284,8 +270,8 @@ def test_texts_for_a_model_that_also_reads_images(name, texts, one_thread, monke
     monkeypatch.setitem(ARCHITECTURES, "gemma4_unified", {"audio_config": None})
     ours, theirs = tiny_vision_model(name), tiny_vision_model(name)
     texts = [text.clamp(max=149) for text in texts[1:4]]
-    found = lb.generate_many(ours, [*texts, [5, IMAGE_TOKEN, 6]], "dense", max_rows=2, **GREEDY, **FIXED)
-    assert tokens_of(found[:3]) == transformers_own(theirs, texts)
+    found = many(ours, [*texts, [5, IMAGE_TOKEN, 6]], new_tokens=NEW, max_rows=2)
+    assert tokens_of(found[:3]) == transformers_own(theirs, texts, NEW)
     assert f"token {IMAGE_TOKEN} is the place of image input" in found[3].error
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from cases import SMALL_PAGES, tiny_models
+from cases import SMALL_PAGES
 
 from hf_lowbit_kv.cache.implementation import selected
 from hf_lowbit_kv.requests.pool_models import empty_caches
@@ -14,11 +14,6 @@ from hf_lowbit_kv.requests.request import RequestReader
 from hf_lowbit_kv.requests.scheduler import Scheduler, _Pending
 
 CHUNK, ROWS = 64, 3
-
-
-@pytest.fixture(scope="module")
-def models():
-    return tiny_models("llama")
 
 
 class Run:

@@ -1,5 +1,6 @@
 """What the tests of the pool of rows share: a model on a pool, a plain loop over it, and poison for free pages."""
 
+import torch
 from cases import SMALL_PAGES
 
 import hf_lowbit_kv as lb
@@ -8,6 +9,8 @@ from hf_lowbit_kv.requests.ring_memory import ring_shapes
 from hf_lowbit_kv.requests.row_pool import RowPool
 
 CHUNK = 64
+#: options of `lb.generate_many`
+FIXED = {"cache_options": SMALL_PAGES, "prefill_chunk_size": CHUNK, "progress": False}
 
 
 def steps_on(model, preset="kivi-4-sink", slots=4, tokens=2048, max_length=512, poisoned=True, **options) -> PoolSteps:
@@ -32,6 +35,28 @@ def poison(pool: RowPool) -> None:
         for page in range(pages.count):
             if not pages.references(page):
                 group.pages[:, page] = 255  # NaN in every floating point format
+
+
+def many(model, requests, preset="dense", new_tokens=20, **options):
+    """`lb.generate_many`, greedy unless options say otherwise."""
+    options = FIXED | {"max_new_tokens": new_tokens, "do_sample": False} | options
+    return lb.generate_many(model, requests, preset, **options)
+
+
+def tokens_of(results) -> list[list[int]]:
+    """Answers without an error."""
+    assert [result.error for result in results] == [None] * len(results)
+    return [result.generated_tokens for result in results]
+
+
+def transformers_own(model, texts, new_tokens=20, **options) -> list[list[int]]:
+    """What transformers writes after each text, in a batch of one, with its own cache. Text `i` has the seed `i`."""
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0} | options
+    found = []
+    for seed, text in enumerate(texts):
+        torch.manual_seed(seed)
+        found.append(model.generate(text[None], **options)[0, len(text) :].tolist())
+    return found
 
 
 def one_row(model, ids, preset="kivi-4-sink", new_tokens=20, chunk=CHUNK, **options):
