@@ -17,8 +17,11 @@ from hf_lowbit_kv.cache.cache_argument import as_argument
 
 AMD = "AMD Instinct MI300X"
 ON_ROCM = f"needs an NVIDIA GPU, and this is a ROCm build of torch ({AMD})"
-SPEC = Case().spec
 SLOW = "runs on the slow PyTorch reference"
+
+
+def layer_on(device: torch.device) -> choice.LayerSetup:
+    return choice.LayerSetup(device, torch.float16, Case().spec)
 
 
 @pytest.fixture
@@ -54,24 +57,19 @@ def _triton_runs_on(monkeypatch, kind: str | None) -> None:
 
 def test_rocm_gets_triton_and_says_why(rocm):
     pytest.importorskip("triton")
-    assert choice.choose_backend(None, choice.LayerSetup(rocm, torch.float16, SPEC)) == "triton"
-    assert (
-        choice.describe_backend(None, "triton", choice.LayerSetup(rocm, torch.float16, SPEC))
-        == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
-    )
-    assert (
-        choice.describe_backend("triton", "triton", choice.LayerSetup(rocm, torch.float16, SPEC))
-        == "triton (not tested on AMD GPUs)"
-    )
+    assert choice.choose_backend(None, layer_on(rocm)) == "triton"
+    shown = choice.describe_backend(None, "triton", layer_on(rocm))
+    assert shown == f"triton (not tested on AMD GPUs; cuda {ON_ROCM})"
+    assert choice.describe_backend("triton", "triton", layer_on(rocm)) == "triton (not tested on AMD GPUs)"
 
 
 def test_cuda_is_refused_on_rocm_for_the_right_reason(rocm):
     """Not for missing bindings, which are unused there."""
     choice.check_backend("cuda")
     with pytest.raises(ValueError, match=re.escape(f"backend='cuda' {ON_ROCM}; use backend='triton'")):
-        choice.choose_backend("cuda", choice.LayerSetup(rocm, torch.float16, SPEC))
+        choice.choose_backend("cuda", layer_on(rocm))
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
-        choice.choose_backend("cuda", choice.LayerSetup(torch.device("cpu"), torch.float16, SPEC))
+        choice.choose_backend("cuda", layer_on(torch.device("cpu")))
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "hpu"])
@@ -79,30 +77,27 @@ def test_other_accelerators_get_the_reference_and_say_so(kind, monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, None)
     device = torch.device(kind)
-    assert choice.choose_backend(None, choice.LayerSetup(device, torch.float16, SPEC)) == "torch"
-    shown = choice.describe_backend(None, "torch", choice.LayerSetup(device, torch.float16, SPEC))
+    assert choice.choose_backend(None, layer_on(device)) == "torch"
+    shown = choice.describe_backend(None, "torch", layer_on(device))
     assert shown == f"torch (slow reference: no kernels for {kind!r})"
-    assert choice.describe_backend("torch", "torch", choice.LayerSetup(device, torch.float16, SPEC)) == "torch"
+    assert choice.describe_backend("torch", "torch", layer_on(device)) == "torch"
     for name in ("triton", "cuda", "cpu"):
         monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
         with pytest.raises(ValueError, match=f"backend='{name}' needs .*{kind!r}"):
-            choice.choose_backend(name, choice.LayerSetup(device, torch.float16, SPEC))
+            choice.choose_backend(name, layer_on(device))
 
 
 def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     _triton_runs_on(monkeypatch, "xpu")
     xpu, mps = torch.device("xpu"), torch.device("mps")
-    assert choice.choose_backend(None, choice.LayerSetup(xpu, torch.float16, SPEC)) == "torch"
-    shown = choice.describe_backend(None, "torch", choice.LayerSetup(xpu, torch.float16, SPEC))
+    assert choice.choose_backend(None, layer_on(xpu)) == "torch"
+    shown = choice.describe_backend(None, "torch", layer_on(xpu))
     assert shown == "torch (slow reference: no kernels are tested on 'xpu'; backend='triton' may run there)"
-    assert choice.choose_backend("triton", choice.LayerSetup(xpu, torch.float16, SPEC)) == "triton"
-    assert (
-        choice.describe_backend("triton", "triton", choice.LayerSetup(xpu, torch.float16, SPEC))
-        == "triton (not tested on 'xpu')"
-    )
+    assert choice.choose_backend("triton", layer_on(xpu)) == "triton"
+    assert choice.describe_backend("triton", "triton", layer_on(xpu)) == "triton (not tested on 'xpu')"
     with pytest.raises(ValueError, match=r"backend='triton' needs a GPU that Triton supports, .*'mps'"):
-        choice.choose_backend("triton", choice.LayerSetup(mps, torch.float16, SPEC))
+        choice.choose_backend("triton", layer_on(mps))
 
 
 # ---- a cache says it ------------------------------------------------------------------------------------------------

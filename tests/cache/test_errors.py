@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_config, tiny_models
+from cases import SMALL_PAGES, filled, left_padded, next_logits, read, tiny_config, tiny_models
 from tiny_architectures import tiny_model
 from transformers import DynamicCache
 
@@ -165,13 +165,8 @@ def test_a_change_mid_way_leaves_the_cache_as_it_was(model, max_cache_len):
         with pytest.raises(ValueError, match=f"got {message}, but the cache holds"):
             layer.update(key, state)
     with pytest.raises(ValueError, match="got batch size 2, but the cache holds 1"):
-        _next_logits_of_two_rows(model, cache)
+        read(model, cache, torch.tensor([[5], [6]]))
     assert torch.equal(next_logits(model, cache), next_logits(model, filled(model, max_cache_len=max_cache_len)))
-
-
-def _next_logits_of_two_rows(model, cache):
-    with torch.no_grad():
-        model(torch.tensor([[5], [6]]), past_key_values=cache)
 
 
 def test_more_tokens_than_max_cache_len(model):
@@ -205,17 +200,12 @@ def test_a_prompt_that_is_not_longer_than_what_is_stored(model, padding, max_cac
     """generate cuts the stored length off the prompt, also where that leaves no more than a wrong part of it."""
     cache = lb.from_preset("kivi-2", model, max_cache_len=max_cache_len, **SMALL_PAGES)
 
+    options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+
     def begun(tokens, seed):
-        ids, mask = left_padded(2, tokens, seed=seed)
-        mask = torch.ones_like(mask)
+        mask = torch.ones(2, tokens, dtype=torch.long)
         mask[0, :padding] = 0
-        return {
-            "attention_mask": mask,
-            "max_new_tokens": 5,
-            "do_sample": False,
-            "past_key_values": cache,
-            "inputs": ids,
-        }
+        return {"inputs": left_padded(2, tokens, seed=seed)[0], "attention_mask": mask, **options}
 
     text = model.generate(**begun(40, 1))
     for tokens in (30, 43, 44):
@@ -295,8 +285,7 @@ def test_attention_implementation_changed_mid_way():
     """Padding is not stored, and a mask of another implementation counts it. (`test_one_way_in.py` has rows without.)"""
     model, _ = tiny_models("llama")
     cache = lb.from_preset("kivi-2", model)
-    with torch.no_grad():
-        model(**dict(zip(("input_ids", "attention_mask"), left_padded(2, 80))), past_key_values=cache)
+    read(model, cache, *left_padded(2, 80))
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match=r"attention implementation changed to 'sdpa' .* padded rows .* reset"):
         model(torch.full((2, 1), 5), past_key_values=cache)
@@ -379,8 +368,7 @@ def test_crop_that_a_later_layer_cannot(family, max_cache_len):
     cache, theirs = filled(model, "dense", max_cache_len=max_cache_len), DynamicCache(config=stock.config)
     with pytest.raises(ValueError, match="tokens_to_remove=-3 is not possible: layer 1"):
         cache.crop(-3)
-    with torch.no_grad():
-        stock(left_padded(1, 80)[0], past_key_values=theirs)
+    read(stock, theirs, left_padded(1, 80)[0])
     torch.testing.assert_close(next_logits(model, cache), next_logits(stock, theirs))
 
 
@@ -401,14 +389,13 @@ def test_a_model_that_computes_with_keys_before_the_attention_function():
 def test_an_update_without_a_model_stores_nothing_and_says_so(model):
     cache, chunk = lb.from_preset("kivi-2", model), torch.randn(1, 2, 5, 64)
     keys, _ = cache.update(chunk, chunk, 0)
+    message = r"the result of update\(\) .* has stored nothing.*set_attn_implementation"
     for use in (
-        lambda: keys.shape,
-        lambda: keys[0],
-        lambda: torch.cat([keys]),
-        lambda: keys @ chunk,
-        lambda: chunk @ keys,
+        *(lambda: keys.shape, lambda: keys[0], lambda: keys[:, 1], lambda: torch.cat([keys])),
+        *(lambda: torch.chunk(keys, 2), lambda: keys + keys, lambda: keys * 2, lambda: 2 * keys),
+        *(lambda: keys @ chunk, lambda: chunk @ keys),
     ):
-        with pytest.raises((AttributeError, TypeError), match=r"the result of update\(\) .* has stored nothing"):
+        with pytest.raises((AttributeError, TypeError), match=message):
             use()
     assert cache.get_seq_length() == 0
 

@@ -16,19 +16,15 @@ class _Interruption(Exception):
     pass
 
 
+def _interrupt(*_):
+    raise _Interruption
+
+
 @pytest.mark.parametrize("max_cache_len", [None, 200])
 def test_a_forward_pass_that_was_interrupted(model, max_cache_len):
     cache = filled(model, max_cache_len=max_cache_len)
-
-    def interrupt(*_):
-        raise _Interruption
-
-    hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
-    try:
-        with pytest.raises(_Interruption):
-            next_logits(model, cache)
-    finally:
-        hook.remove()
+    with model.model.layers[0].mlp.register_forward_hook(_interrupt), pytest.raises(_Interruption):
+        next_logits(model, cache)
     with pytest.raises(RuntimeError, match=r"interrupted: some layers hold 80 tokens and others 81; reset\(\)"):
         next_logits(model, cache)
     cache.reset()
@@ -100,18 +96,12 @@ def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tok
     model, stock = tiny_models(family, **layers)
     ids, _ = left_padded(1, 50 + 2 * tokens)
     first, lost, then = ids.split([50, tokens, tokens], dim=1)
-
-    def interrupt(*_):
-        raise _Interruption
-
     for index, layer in enumerate(model.model.layers):
-        cache, theirs = (_cache(model, max_cache_len), DynamicCache(config=stock.config))
+        cache, theirs = _cache(model, max_cache_len), DynamicCache(config=stock.config)
         with torch.no_grad():
             model(first, past_key_values=cache)
-            hook = layer.register_forward_hook(interrupt)
-            with pytest.raises(_Interruption):
+            with layer.register_forward_hook(_interrupt), pytest.raises(_Interruption):
                 model(lost, past_key_values=cache)
-            hook.remove()
             if index < len(order) - 1:
                 with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
                     model(then, past_key_values=cache)
@@ -165,10 +155,7 @@ STORED = 43
 def test_another_text_is_refused(family, max_cache_len):
     """In the last two families layers of transformers' own come first, and may have read the other text by then."""
     model, stock = tiny_models(family)
-    cache, theirs = (
-        lb.from_preset("dense", model, max_cache_len=max_cache_len, **SMALL_PAGES),
-        DynamicCache(config=stock.config),
-    )
+    cache, theirs = _cache(model, max_cache_len), DynamicCache(config=stock.config)
     prompt, other = (left_padded(1, 60, seed=seed)[0] for seed in (1, 2))
 
     def begin():
@@ -197,7 +184,7 @@ def test_another_text_is_refused(family, max_cache_len):
 
 def test_a_text_that_is_read_whole_in_every_step_is_refused():
     model, _ = tiny_models("llama")
-    cache = lb.from_preset("dense", model, **SMALL_PAGES)
+    cache = _cache(model, None)
     ids = left_padded(1, 40)[0]
     model.generate(ids, past_key_values=cache, **GREEDY)
     whole = torch.cat([ids, ids], 1)

@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from cases import cache_of, tiny_models
+from cases import cache_of, read, tiny_models
 
 from hf_lowbit_kv.cache.cache_contents import layer_devices, take
 
@@ -31,8 +31,7 @@ def test_layers_on_several_devices(hook):
 def test_tokens_change_their_device():
     model = tiny_models("llama")[0]
     cache = cache_of(model, ("int4-channel", "int4-token"), page_size=32, residual=32, sink=8)
-    with torch.no_grad():
-        model(torch.randint(3, 160, (2, 100)), past_key_values=cache)
+    read(model, cache, torch.randint(3, 160, (2, 100)))
     tokens = take(cache).layers[1].tokens
     assert tokens.to(CPU) is tokens
     moved = tokens.to(META)

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import xxhash
-from cases import FORMATS, SMALL_PAGES, cache_of, continued, filled, left_padded, read, some_slow, tiny_models
+from cases import FORMATS, SMALL_PAGES, Counted, cache_of, continued, filled, left_padded, read, some_slow, tiny_models
 from mla_cases import tiny_models as mla_models
 from processes import at_once
 from transformers import DynamicCache
@@ -137,23 +137,17 @@ def test_the_file_is_what_the_tokens_take(model, max_cache_len, tmp_path):
 
 
 def test_a_restored_prompt_is_not_read_again(model, tmp_path):
-    counted = []
     ids = left_padded(1, 90)[0]
     first = lb.generate(model, ids, "kivi-4", 10, max_cache_len=400, return_dict_in_generate=True, do_sample=False)
     first.past_key_values.save_pretrained(tmp_path)
-    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1]))
     text = torch.cat([first.sequences, torch.randint(3, 160, (1, 5))], dim=1)
-    turns = []
-    try:
-        for cache in (first.past_key_values, lb.LowBitCache.from_pretrained(tmp_path, model, max_cache_len=400)):
-            counted.clear()
-            turns.append(lb.generate(model, text, max_new_tokens=20, past_key_values=cache, do_sample=False))
-            assert sum(counted) == 6 + 19  # what the cache did not hold, and the answer but for its last token
-        cache = lb.LowBitCache.from_pretrained(tmp_path, model, max_cache_len=400)
-        with pytest.raises(ValueError, match="do not begin with the text"):  # ids come back too
-            lb.generate(model, text.flip(1), max_new_tokens=20, past_key_values=cache)
-    finally:
-        hook.remove()
+    counted, turns = Counted(model), []
+    for cache in (first.past_key_values, lb.LowBitCache.from_pretrained(tmp_path, model, max_cache_len=400)):
+        turns.append(lb.generate(model, text, max_new_tokens=20, past_key_values=cache, do_sample=False))
+        assert counted.taken() == 6 + 19  # what the cache did not hold, and the answer but for its last token
+    cache = lb.LowBitCache.from_pretrained(tmp_path, model, max_cache_len=400)
+    with pytest.raises(ValueError, match="do not begin with the text"):  # ids come back too
+        lb.generate(model, text.flip(1), max_new_tokens=20, past_key_values=cache)
     assert torch.equal(*turns)
 
 
@@ -254,8 +248,7 @@ def test_another_preset_or_version(model, saved, tmp_path):
 def test_a_preset_is_what_it_stores(model, tmp_path):
     """An older release may have stored something else under a preset's name, or the same under another."""
     old = lb.LowBitCache(model, "fp8", "fp8", preset="fp8", **SMALL_PAGES)
-    with torch.no_grad():
-        model(left_padded(1, 80)[0], past_key_values=old)
+    read(model, old, left_padded(1, 80)[0])
     old.save_pretrained(tmp_path / "old")
     assert lb.LowBitCache.from_pretrained(tmp_path / "old", model).spec.key_format.name == "fp8"
     stored, requested = "keys 'fp8', values 'fp8', sink 0", "keys 'fp8-centered', values 'fp8', sink 0"

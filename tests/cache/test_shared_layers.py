@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from cases import FAMILIES, SMALL_PAGES, filled, left_padded, next_logits, tiny_models
+from cases import FAMILIES, SMALL_PAGES, filled, left_padded, next_logits, read, tiny_models
 from fake_graph import in_place_of_graphs
 from marked import newest_case, slow_case
 from transformers import AutoConfig, DynamicCache, StaticCache
@@ -159,12 +159,8 @@ def test_a_pass_that_ends_between_the_layers_is_noticed(gemma, max_cache_len):
 
     model = gemma[0]
     cache = filled(model, "dense", max_cache_len=max_cache_len)
-    hook = model.model.layers[2].mlp.register_forward_hook(interrupt)
-    try:
-        with pytest.raises(Interruption):
-            next_logits(model, cache)
-    finally:
-        hook.remove()
+    with model.model.layers[2].mlp.register_forward_hook(interrupt), pytest.raises(Interruption):
+        next_logits(model, cache)
     assert cache.packed_layers[0].store.state.length.max() == 80  # its last reader has not attended
     with pytest.raises(RuntimeError, match="interrupted: some layers hold 80 tokens and others 81"):
         next_logits(model, cache)
@@ -177,9 +173,7 @@ def test_no_page_is_packed_before_the_last_layer_has_attended(preset):
     """All layers of a step see the same keys and values: those of the cache before the step."""
     ours, _ = models()
     cache = lb.from_preset(preset, ours, **SMALL_PAGES)
-    ids, _ = left_padded(1, 63)
-    with torch.no_grad():
-        ours(ids, **as_argument(cache))
+    read(ours, cache, left_padded(1, 63)[0])
     before = copy.deepcopy(cache)
     layer, seen = cache.packed_layers[0], []
     original = type(layer)._run

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import tiny_config, tiny_models
+from cases import read, tiny_config, tiny_models
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
@@ -97,8 +97,7 @@ def test_codebooks_of_a_layer(model):
     shared = made(model)
     assert shared.get(0, "keys", ("smooth+hadamard", "vq-d4b4", "codebook")).shape == (1, 16, 4)
     cache = lb.from_preset("tiny-vq", model, calibration=shared, page_size=32)
-    with torch.no_grad():
-        model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
+    read(model, cache, torch.randint(3, 150, (1, 200)))
 
 
 def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypatch):
@@ -115,12 +114,11 @@ def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
     """Through a file and a real cache: what is packed is entries of the layer's own codebooks."""
     calibration.save(tmp_path / "x.safetensors")
     cache = lb.from_preset("tiny-vq", model, calibration=tmp_path / "x.safetensors", page_size=32)
-    with torch.no_grad():
-        model(torch.randint(3, 150, (1, 200)), past_key_values=cache)
+    read(model, cache, torch.randint(3, 150, (1, 200)))
     assert cache.nbytes.parameters == 2 * (2 * (16 * 4 + 8 * 8) * 2 + 2 * 2 * 64 * 4)
     for index, layer in enumerate(cache.layers):
-        read = reference.OPERATIONS.read(layer.store, 200)
-        for x, side, fmt in zip(read, ("keys", "values"), ("vq-d4b4", "vq-d8b3"), strict=True):
+        stored = reference.OPERATIONS.read(layer.store, 200)
+        for x, side, fmt in zip(stored, ("keys", "values"), ("vq-d4b4", "vq-d8b3"), strict=True):
             transform = "smooth+hadamard" if side == "keys" else "none"
             books = calibration.get(index, side, (transform, fmt, "codebook")).float()
             packed = x[0, :, 4 : 4 + 128].unflatten(-1, (-1, books.shape[-1]))

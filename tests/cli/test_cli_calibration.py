@@ -177,9 +177,8 @@ def test_a_folder_that_is_not_there_is_made_and_nothing_left_in_it(calibrate, mo
 @pytest.fixture
 def idle(model):
     """A model that must not read anything."""
-    handle = model.model.embed_tokens.register_forward_pre_hook(lambda *_: pytest.fail("reads first"))
-    yield model
-    handle.remove()
+    with model.model.embed_tokens.register_forward_pre_hook(lambda *_: pytest.fail("reads first")):
+        yield model
 
 
 def test_faiss_is_looked_for_before_the_model_reads(idle, monkeypatch):

@@ -117,29 +117,22 @@ def test_rows_of_a_batch_may_lie_far_apart(reader, preset, most, monkeypatch):
 def test_a_cpu_computes_little_padding(models, reader):
     """Rows that begin at very different places go through the cache one by one; a CPU pays for padding as for tokens."""
     computed = []
-    handle = models[0].register_forward_pre_hook(
-        lambda module, args, kwargs: computed.append(args[0].numel()), with_kwargs=True
-    )
     texts = [Text(PREFIX[:begin] + [5] * (300 - begin) + [7], 299) for begin in (0, 40, 80, 120)]
-    try:
+    with models[0].register_forward_pre_hook(lambda module, args: computed.append(args[0].numel())):
         reader("kivi-2").score(texts)
-    finally:
-        handle.remove()
     # what all have in common, up to 40, 80 and 120 tokens, is read once, and the rest of each text
     tokens = 120 + (300 - 0) + (300 - 40) + (300 - 80) + (300 - 120)
     assert tokens <= sum(computed) <= MOST_PADDED * tokens
 
 
 def test_a_common_beginning_is_read_once(models, reader):
-    texts, read = contexts(), []
-    handle = models[0].register_forward_pre_hook(
-        lambda module, args, kwargs: read.append(int(kwargs["attention_mask"][:, -args[0].shape[1] :].sum())),
-        with_kwargs=True,
-    )
-    try:
-        reader("kivi-2").score(texts)
-    finally:
-        handle.remove()
+    read = []
+
+    def see(module, args, kwargs):
+        read.append(int(kwargs["attention_mask"][:, -args[0].shape[1] :].sum()))
+
+    with models[0].register_forward_pre_hook(see, with_kwargs=True):
+        reader("kivi-2").score(contexts())
     # the long beginning, the rest of three contexts, and two continuations each (two differ only in their last token)
     assert sum(read) == 150 + (20 + 41 + 60) + 3 * (2 + 16)
 

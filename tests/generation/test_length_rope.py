@@ -6,9 +6,21 @@ import warnings
 
 import pytest
 import torch
-from chat_cases import tokenizer_of, words
+from cases import SMALL_PAGES
+from chat_cases import tokenizer_of
 from fake_graph import READS, FakeGraph, in_place_of_graphs
-from length_rope_cases import LIMIT, ROPES, error, ids_of, left_padding, longrope, rope_models
+from generation_cases import GREEDY
+from length_rope_cases import (
+    LIMIT,
+    ROPES,
+    SWITCHES_IN_PLACE,
+    check_chat,
+    error,
+    ids_of,
+    left_padding,
+    longrope,
+    rope_models,
+)
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -17,9 +29,7 @@ from hf_lowbit_kv.cache.length_rope import LengthRope, length_rope
 from hf_lowbit_kv.generation import prefill, recording, whole_prompt
 
 pytestmark = pytest.mark.host
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 OPTIONS = {**GREEDY, "max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
-SMALL = {"page_size": 32, "residual": 32}
 PARTS = "keep their frequencies, so the answer differs"
 
 
@@ -34,7 +44,7 @@ def llama():
 
 
 def dense(model, prompt, **options):
-    return lb.generate(model, **prompt, preset="dense", cache_options=SMALL, **OPTIONS, **options)
+    return lb.generate(model, **prompt, preset="dense", cache_options=SMALL_PAGES, **OPTIONS, **options)
 
 
 # ---- what this package cuts -------------------------------------------------------------------------------------------
@@ -56,7 +66,7 @@ def test_automatic_chunks(models, entry, padding, monkeypatch):
         out = dense(ours, prompt)
     else:
         in_place_of_graphs(monkeypatch)
-        with lb.enable(ours, "dense", **SMALL), warnings.catch_warnings():
+        with lb.enable(ours, "dense", **SMALL_PAGES), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*cannot be recorded.*")
             out = ours.generate(**prompt, **OPTIONS)
     assert passes[:3] == [64, 64, 42]
@@ -109,30 +119,16 @@ def test_prefixes_of_a_model_that_stores_its_ends():
 def test_chat(models):
     """A turn that passes the limit, and one after it."""
     ours, theirs = models
-    tokenizer = tokenizer_of()
-    chat = lb.Chat(ours, tokenizer, "dense", max_length=400, max_new_tokens=6, cache_options=SMALL, **GREEDY)
-    stock_of_chat(chat, theirs, tokenizer, (30, 55, 60, 20))
-
-
-def stock_of_chat(chat, theirs, tokenizer, turns):
-    for turn, count in enumerate(turns):
-        messages = [*chat.messages, {"role": "user", "content": words(count, turn)}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        want = theirs.generate(
-            ids["input_ids"], attention_mask=torch.ones_like(ids["input_ids"]), max_new_tokens=6, **GREEDY
-        )
-        answer = chat.send(messages[-1]["content"])
-        assert answer == tokenizer.decode(want[0, ids["input_ids"].shape[1] :], skip_special_tokens=True), turn
-    return chat
+    chat = lb.Chat(ours, tokenizer_of(), "dense", max_length=400, max_new_tokens=6, cache_options=SMALL_PAGES, **GREEDY)
+    check_chat(chat, theirs, (30, 55, 60, 20))
 
 
 def test_chat_that_becomes_shorter_again(llama):
     ours, theirs = llama
-    tokenizer = tokenizer_of()
-    chat = lb.Chat(ours, tokenizer, "dense", max_length=400, max_new_tokens=6, cache_options=SMALL, **GREEDY)
-    stock_of_chat(chat, theirs, tokenizer, (110,))
+    chat = lb.Chat(ours, tokenizer_of(), "dense", max_length=400, max_new_tokens=6, cache_options=SMALL_PAGES, **GREEDY)
+    check_chat(chat, theirs, (110,))
     del chat.messages[:]
-    stock_of_chat(chat, theirs, tokenizer, (30,))
+    check_chat(chat, theirs, (30,))
 
 
 def test_forks(llama):
@@ -198,7 +194,7 @@ def test_a_further_turn_of_the_user(models, entry):
     ours, theirs = models
     text, cache = ids_of(60), DynamicCache(config=theirs.config)
     stock = theirs.generate(**left_padding(text), **as_argument(cache), **OPTIONS)
-    mine = lb.from_preset("dense", ours, max_cache_len=400 if entry == "generate" else None, **SMALL)
+    mine = lb.from_preset("dense", ours, max_cache_len=400 if entry == "generate" else None, **SMALL_PAGES)
 
     def ask(ids):
         call = ours.generate if entry == "plain" else lambda **options: lb.generate(ours, **options)
@@ -220,22 +216,13 @@ def test_steps_that_pass_the_limit(llama, monkeypatch):
     ours, theirs = llama
     prompt, options = left_padding(ids_of(LIMIT - 6)), {**OPTIONS, "max_new_tokens": 14}
     truth = theirs.generate(**prompt, **options)
-    in_place = "copy_" in rope_code()
-    monkeypatch.setattr(recording, "graphs_for", lambda device: lambda: FakeGraph(() if in_place else READS))
+    monkeypatch.setattr(recording, "graphs_for", lambda device: lambda: FakeGraph(() if SWITCHES_IN_PLACE else READS))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*cannot be recorded.*")
         for _ in range(2):
-            out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, **options)
+            out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL_PAGES, **options)
             assert error(out, truth) < 2e-3
     lb.release(ours)
-
-
-def rope_code():
-    import inspect
-
-    from transformers import modeling_rope_utils
-
-    return inspect.getsource(modeling_rope_utils.dynamic_rope_update)
 
 
 # ---- what a cache knows -----------------------------------------------------------------------------------------------

@@ -1,24 +1,24 @@
 """Phi's models drop a cache whose text grows beyond `original_max_position_embeddings`. `lb.generate` and `lb.enable` keep it.
 Every step gives what the whole text gives that is read without a cache."""
 
-import inspect
+import contextlib
 import warnings
 
 import pytest
 import torch
-from cases import tiny_models
-from chat_cases import tokenizer_of, words
+from cases import SMALL_PAGES, tiny_models
+from chat_cases import tokenizer_of
 from fake_graph import READS, FakeGraph
-from length_rope_cases import LIMIT, PHI, error, ids_of, left_padding, phi_models
+from generation_cases import GREEDY
+from length_rope_cases import LIMIT, PHI, SWITCHES_IN_PLACE, check_chat, error, ids_of, left_padding, phi_models
 from marked import slow_case
-from transformers import DynamicCache, modeling_rope_utils
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
 from hf_lowbit_kv.generation import prefill, recording
 
 pytestmark = pytest.mark.host
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 OUTPUTS = {"return_dict_in_generate": True, "output_logits": True}
 
 
@@ -27,7 +27,6 @@ def options_of(tokens):
 
 
 OPTIONS = options_of(12)
-SMALL = {"page_size": 32, "residual": 32}
 
 
 @pytest.fixture(scope="module", params=PHI)
@@ -40,11 +39,22 @@ def phi3():
     return phi_models("phi3")
 
 
-def passes_of(model, seen):
-    """Adds the number of tokens of each pass to `seen`."""
-    return model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
+@contextlib.contextmanager
+def passes_of(model):
+    """The number of tokens of each pass within the context."""
+    seen = []
+    with model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1])):
+        yield seen
+
+
+def dense(model, prompt, **options):
+    options = {"preset": "dense", "cache_options": SMALL_PAGES, **OPTIONS, **options}
+    return lb.generate(model, **prompt, **options)
+
+
+def whole(model, prompt, **options):
+    """What transformers writes that reads the whole text in every step."""
+    return model.generate(**prompt, use_cache=False, **OPTIONS | options)
 
 
 @pytest.mark.parametrize(
@@ -56,16 +66,14 @@ def passes_of(model, seen):
 )
 def test_every_step_is_that_of_the_whole_text(models, tokens, entry):
     ours, theirs = models
-    prompt = left_padding(ids_of(tokens), [0])
-    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
-    seen = []
-    hook = passes_of(ours, seen)
-    if entry == "generate":
-        out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, **OPTIONS)
-    else:
-        with lb.enable(ours, "dense", **SMALL):
-            out = ours.generate(**prompt, **OPTIONS)
-    hook.remove()
+    prompt = left_padding(ids_of(tokens))
+    truth = whole(theirs, prompt)
+    with passes_of(ours) as seen:
+        if entry == "generate":
+            out = dense(ours, prompt)
+        else:
+            with lb.enable(ours, "dense", **SMALL_PAGES):
+                out = ours.generate(**prompt, **OPTIONS)
     assert error(out, truth) < 2e-3
     cache = cache_in(out)
     assert isinstance(cache, lb.LowBitCache)
@@ -82,21 +90,19 @@ def test_padded_rows_change_with_the_longest_row(models, padding):
     ours, theirs = models
     columns = LIMIT + min(padding) - 4
     prompt = left_padding(ids_of(columns, 2), padding)
-    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
-    seen = []
-    hook = passes_of(ours, seen)
-    out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, **OPTIONS)
-    hook.remove()
+    truth = whole(theirs, prompt)
+    with passes_of(ours) as seen:
+        out = dense(ours, prompt)
     assert error(out, truth) < 2e-3
     assert seen == [columns, 1, 1, 1, 1, columns + 5, 1, 1, 1, 1, 1, 1]
 
 
 def test_packed_text_that_passes_the_limit_equals_a_fresh_read(phi3):
     ours, _ = phi3
-    prompt = left_padding(ids_of(LIMIT - 3), [0])
-    out = lb.generate(ours, **prompt, preset="kivi-2", cache_options=SMALL, **OPTIONS)
-    begin = left_padding(out.sequences[:, : LIMIT + 1].clone(), [0])
-    fresh = lb.generate(ours, **begin, preset="kivi-2", cache_options=SMALL, **options_of(8))
+    prompt = left_padding(ids_of(LIMIT - 3))
+    out = lb.generate(ours, **prompt, preset="kivi-2", cache_options=SMALL_PAGES, **OPTIONS)
+    begin = left_padding(out.sequences[:, : LIMIT + 1].clone())
+    fresh = lb.generate(ours, **begin, preset="kivi-2", cache_options=SMALL_PAGES, **options_of(8))
     assert torch.equal(out.sequences, fresh.sequences)
     assert torch.equal(torch.cat(out.logits[-8:]), torch.cat(fresh.logits))
 
@@ -106,24 +112,21 @@ def test_recorded_steps_do_not_pass_the_limit_with_old_keys(phi3, monkeypatch, s
     """The step at the limit reads the whole text; steps of the next call are recorded in both parts."""
     ours, theirs = phi3
     graphs = []
-    switches_in_place = "copy_" in inspect.getsource(modeling_rope_utils.dynamic_rope_update)
 
     def make():
-        graphs.append(
-            FakeGraph(() if switches_in_place else READS)
-        )  # the oldest transformers reads a value from the device
+        graphs.append(FakeGraph(() if SWITCHES_IN_PLACE else READS))
         return graphs[-1]
 
     monkeypatch.setattr(recording, "graphs_for", lambda device: make)
-    prompt = left_padding(ids_of(LIMIT - 6), [0])
+    prompt = left_padding(ids_of(LIMIT - 6))
     options = options_of(16)
-    truth = theirs.generate(**prompt, use_cache=False, **options)
+    truth = whole(theirs, prompt, **options)
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*cannot be recorded.*")
-            out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, step=step, **options)
+            out = dense(ours, prompt, step=step, **options)
         assert error(out, truth) < 2e-3
-    assert (sum(graph.replays for graph in graphs) > 20) == (step == "recorded" and switches_in_place)
+    assert (sum(graph.replays for graph in graphs) > 20) == (step == "recorded" and SWITCHES_IN_PLACE)
     lb.release(ours)
 
 
@@ -133,15 +136,14 @@ def test_a_further_turn_that_passes_the_limit_is_read_whole(phi3, entry):
     cache = None
     text = ids_of(50)
     for turn in range(2):
-        prompt = left_padding(text, [0])
-        truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
-        if entry == "generate":
-            options = (
-                {"preset": "dense", "cache_options": SMALL, "max_cache_len": 512} if cache is None else {"cache": cache}
-            )
-            out = lb.generate(ours, **prompt, **options, **OPTIONS)
+        prompt = left_padding(text)
+        truth = whole(theirs, prompt)
+        if entry == "generate" and cache is None:
+            out = dense(ours, prompt, max_cache_len=512)
+        elif entry == "generate":
+            out = lb.generate(ours, **prompt, cache=cache, **OPTIONS)
         else:
-            with lb.enable(ours, "dense", **SMALL):
+            with lb.enable(ours, "dense", **SMALL_PAGES):
                 out = ours.generate(**prompt, **({} if cache is None else as_argument(cache)), **OPTIONS)
         assert error(out, truth) < 2e-3, turn
         cache = cache_in(out)
@@ -151,10 +153,10 @@ def test_a_further_turn_that_passes_the_limit_is_read_whole(phi3, entry):
 
 def test_beams_pass_the_limit(phi3):
     ours, theirs = phi3
-    prompt = left_padding(ids_of(LIMIT - 5), [0])
+    prompt = left_padding(ids_of(LIMIT - 5))
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "num_beams": 3, "pad_token_id": 0}
     truth = theirs.generate(**prompt, use_cache=False, **options)
-    with lb.enable(ours, "dense", **SMALL):
+    with lb.enable(ours, "dense", **SMALL_PAGES):
         assert torch.equal(ours.generate(**prompt, **options), truth)
 
 
@@ -162,7 +164,7 @@ def test_beams_pass_the_limit(phi3):
 def test_a_text_that_the_call_does_not_have_whole_goes_on_as_in_transformers(phi3, part):
     """Phi's own method does not see that such a text is long, and keeps the cache. That is announced once."""
     ours, theirs = phi3
-    cache, prompt = DynamicCache(config=theirs.config), left_padding(ids_of(80 if part == "newest" else 130), [0])
+    cache, prompt = DynamicCache(config=theirs.config), left_padding(ids_of(80 if part == "newest" else 130))
     if part == "newest":
         theirs.generate(**prompt, **as_argument(cache), **OPTIONS)
     calls = {
@@ -171,9 +173,11 @@ def test_a_text_that_the_call_does_not_have_whole_goes_on_as_in_transformers(phi
         "newest": {"input_ids": ids_of(30, seed=7), "attention_mask": torch.ones(1, 121, dtype=torch.long)},
     }
     truth = theirs.generate(**calls[part], **as_argument(cache), **OPTIONS)
-    with lb.enable(ours, "dense", **SMALL):
+    with lb.enable(ours, "dense", **SMALL_PAGES):
         mine = (
-            cache_in(ours.generate(**prompt, **OPTIONS)) if part == "newest" else lb.from_preset("dense", ours, **SMALL)
+            cache_in(ours.generate(**prompt, **OPTIONS))
+            if part == "newest"
+            else lb.from_preset("dense", ours, **SMALL_PAGES)
         )
         with pytest.warns(UserWarning, match=f"change beyond {LIMIT} tokens.*the answer differs") as caught:
             out = ours.generate(**calls[part], **as_argument(mine), **OPTIONS)
@@ -183,12 +187,10 @@ def test_a_text_that_the_call_does_not_have_whole_goes_on_as_in_transformers(phi
 
 def test_a_model_without_longrope_keeps_its_cache():
     ours, theirs = tiny_models("phi3", original_max_position_embeddings=LIMIT)
-    prompt = left_padding(ids_of(LIMIT - 5), [0])
-    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
-    seen = []
-    hook = passes_of(ours, seen)
-    out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, **OPTIONS)
-    hook.remove()
+    prompt = left_padding(ids_of(LIMIT - 5))
+    truth = whole(theirs, prompt)
+    with passes_of(ours) as seen:
+        out = dense(ours, prompt)
     assert error(out, truth) < 2e-3
     assert seen == [LIMIT - 5, *[1] * 11]
 
@@ -219,14 +221,10 @@ def test_chunks_of_a_prompt(phi3, monkeypatch, size):
     ours, theirs = phi3
     monkeypatch.setattr(prefill, "memory_of", lambda model: object())
     monkeypatch.setattr(prefill.ChunkedPrefill, "largest_chunk", lambda *args, **kwargs: 64)
-    prompt = left_padding(ids_of(120), [0])
-    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
-    seen = []
-    hook = ours.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((args or [kwargs["input_ids"]])[0].shape[1]), with_kwargs=True
-    )
-    out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, prefill_chunk_size=size, **OPTIONS)
-    hook.remove()
+    prompt = left_padding(ids_of(120))
+    truth = whole(theirs, prompt)
+    with passes_of(ours) as seen:
+        out = dense(ours, prompt, prefill_chunk_size=size)
     assert error(out, truth) < 2e-3
     assert seen == [64, 56, *[1] * 11]
 
@@ -236,30 +234,16 @@ def test_prefixes(phi3, first, then, cached):
     """The last text has another end than the stored one."""
     ours, theirs = phi3
     text, store = ids_of(150), lb.PrefixStore("100MB")
-    lb.generate(
-        ours,
-        **left_padding(text[:, :first].clone(), [0]),
-        preset="dense",
-        cache_options=SMALL,
-        prefixes=store,
-        **OPTIONS,
-    )
+    dense(ours, left_padding(text[:, :first].clone()), prefixes=store)
     ids = text[:, :then].clone() if then > 0 else torch.cat([text[:, :110], ids_of(40, seed=8)], 1)
-    prompt = left_padding(ids, [0])
-    truth = theirs.generate(**prompt, use_cache=False, **OPTIONS)
-    out = lb.generate(ours, **prompt, preset="dense", cache_options=SMALL, prefixes=store, **OPTIONS)
+    prompt = left_padding(ids)
+    truth = whole(theirs, prompt)
+    out = dense(ours, prompt, prefixes=store)
     assert error(out, truth) < 2e-3
     assert cache_in(out).cached_tokens == cached
 
 
 def test_chat_reads_the_conversation_whole_where_it_passes_the_limit(phi3):
     ours, theirs = phi3
-    tokenizer = tokenizer_of()
-    chat = lb.Chat(ours, tokenizer, "dense", max_length=400, max_new_tokens=6, cache_options=SMALL, **GREEDY)
-    for turn, count in enumerate((40, 30, 20, 40)):
-        messages = [*chat.messages, {"role": "user", "content": words(count, turn)}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        prompt = left_padding(ids["input_ids"].clone(), [0])
-        truth = theirs.generate(**prompt, use_cache=False, max_new_tokens=6, **GREEDY)
-        answer = chat.send(messages[-1]["content"])
-        assert answer == tokenizer.decode(truth[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True), turn
+    chat = lb.Chat(ours, tokenizer_of(), "dense", max_length=400, max_new_tokens=6, cache_options=SMALL_PAGES, **GREEDY)
+    check_chat(chat, theirs, (40, 30, 20, 40), use_cache=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import left_padded, tiny_models
+from cases import left_padded, read, tiny_models
 from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, SMALL_PAGES
 
@@ -169,10 +169,8 @@ def test_a_call_that_fails_keeps_no_cache_of_what_was_given(model, source):
     def fail(*_):
         raise KeyError
 
-    handle = model.model.embed_tokens.register_forward_pre_hook(fail)
-    with pytest.raises(KeyError):
+    with model.model.embed_tokens.register_forward_pre_hook(fail), pytest.raises(KeyError):
         written(model, **source.options)
-    handle.remove()
     assert kept_caches.kept_caches(model).entries == []
     source.set(3)
     written(model, **source.options)
@@ -375,8 +373,7 @@ def test_caches_of_one_file_have_tensors_of_their_own(kind, half, model, tmp_pat
     lb.release(model)
     ids, _ = left_padded(1, 60)
     for cache, number in zip(caches, (2, 1), strict=True):
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
+        read(model, cache, ids)
         assert torch.equal(held(cache), want * number)
     cache = written(model, **source.options)
     assert torch.equal(held(cache), want)

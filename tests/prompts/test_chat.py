@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from cases import SMALL_PAGES, tiny_models
+from cases import SMALL_PAGES, Counted, tiny_models
 from chat_cases import PLAIN, tokenizer_of, words
 from letters import letters
 from transformers import BloomConfig, Gemma3Config, GenerationConfig, GPT2Config, LlamaConfig
@@ -21,19 +21,6 @@ REWRITES = PLAIN.replace(
 @pytest.fixture(scope="module")
 def model():
     return tiny_models("llama")[0]
-
-
-class Counted:
-    def __init__(self, model):
-        self.tokens = 0
-        model.get_input_embeddings().register_forward_pre_hook(self.see)
-
-    def see(self, module, args):
-        self.tokens += args[0].shape[1]
-
-    def taken(self):
-        tokens, self.tokens = self.tokens, 0
-        return tokens
 
 
 def _chat(model, template=PLAIN, **options):
@@ -123,22 +110,16 @@ def test_stream(model):
 
 
 def test_an_interrupted_answer_is_the_turn(model):
-    chat = _chat(model)
+    chat, calls = _chat(model), []
     chat.send(words(20, 1))
-    calls = 0
 
     def interrupt(module, args):
-        nonlocal calls
-        calls += 1
-        if calls == 5:
+        calls.append(module)
+        if len(calls) == 5:
             raise KeyboardInterrupt
 
-    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            chat.send(words(20, 2))
-    finally:
-        hook.remove()
+    with model.model.layers[1].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+        chat.send(words(20, 2))
     assert (len(chat.messages), chat.finish_reason) == (4, "cancelled")
     assert 1 <= len(chat.messages[-1]["content"].split()) <= 4
     text = words(5, 3)
@@ -234,27 +215,31 @@ def test_the_longest_text(config, longest):
     assert longest_text(config) == longest
 
 
-def test_bad_arguments(model):
-    with pytest.raises(ValueError, match="prefixes is not allowed: a chat sets it itself"):
-        lb.Chat(model, tokenizer_of(), prefixes=lb.PrefixStore())
-    with pytest.raises(ValueError, match="tokenizer has no chat template"):
-        lb.Chat(model, tokenizer_of(None))
-    with pytest.raises(ValueError, match="max_length=0 is not allowed"):
-        lb.Chat(model, tokenizer_of(), max_length=0)
-    with pytest.raises(TypeError, match="system=3 is not allowed; it must be a text, or None"):
-        lb.Chat(model, tokenizer_of(), system=3)
-    with pytest.raises(TypeError, match=r"tokenizer='kivi-4-sink' is a text; .*lb\.Chat\(model, tokenizer, preset\)"):
-        lb.Chat(model, "kivi-4-sink")
-    with pytest.raises(ValueError, match=r"'sytem' is not known: .*option of lb\.Chat, .* did you mean 'system'\?"):
-        lb.Chat(model, tokenizer_of(), sytem="x")
-    with pytest.raises(ValueError, match=r"pass it as lb\.Chat\(\.\.\., cache_options=\{'sink'"):
-        lb.Chat(model, tokenizer_of(), sink=3)
-    with pytest.raises(
-        ValueError, match=r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself"
-    ):
-        _chat(model, chat_template_kwargs={"tokenize": False})
-    with pytest.raises(TypeError, match="chat_template_kwargs='x' is not allowed"):
-        _chat(model, chat_template_kwargs="x")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"prefixes": lb.PrefixStore()}, ValueError, "prefixes is not allowed: a chat sets it itself"),
+        ({"tokenizer": tokenizer_of(None)}, ValueError, "tokenizer has no chat template"),
+        ({"max_length": 0}, ValueError, "max_length=0 is not allowed"),
+        ({"system": 3}, TypeError, "system=3 is not allowed; it must be a text, or None"),
+        (
+            {"tokenizer": "kivi-4-sink"},
+            TypeError,
+            r"tokenizer='kivi-4-sink' is a text; .*lb\.Chat\(model, tokenizer, preset\)",
+        ),
+        ({"sytem": "x"}, ValueError, r"'sytem' is not known: .*option of lb\.Chat, .* did you mean 'system'\?"),
+        ({"sink": 3}, ValueError, r"pass it as lb\.Chat\(\.\.\., cache_options=\{'sink'"),
+        (
+            {"chat_template_kwargs": {"tokenize": False}},
+            ValueError,
+            r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself",
+        ),
+        ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x' is not allowed"),
+    ],
+)
+def test_bad_arguments(model, options, error, message):
+    with pytest.raises(error, match=message):
+        lb.Chat(model, **{"tokenizer": tokenizer_of(), **options})
 
 
 @pytest.mark.parametrize(
@@ -296,18 +281,16 @@ def test_what_load_changes_and_refuses(model, tmp_path):
     def load(**options):
         return lb.Chat.load(tmp_path / "chat", model, tokenizer_of(), **options)
 
-    with pytest.raises(ValueError, match=rf"max_length=30 is too small: .* has {stored} tokens, and max_length=600"):
-        load(max_length=30)
-    with pytest.raises(ValueError, match="max_length='9' is not allowed"):
-        load(max_length="9")
-    with pytest.raises(ValueError, match=r"preset='kivi-4'.*kv8"):
-        load(preset="kv8")
-    with pytest.raises(ValueError, match="cache_options is not allowed: a saved chat has its cache"):
-        load(cache_options={"sink": 3})
-    with pytest.raises(ValueError, match="system is not allowed: a saved chat has its messages"):
-        load(system="You are brief.")
-    with pytest.raises(ValueError, match="'max_new_token' is not known"):
-        load(max_new_token=3)
+    for options, message in (
+        ({"max_length": 30}, rf"max_length=30 is too small: .* has {stored} tokens, and max_length=600"),
+        ({"max_length": "9"}, "max_length='9' is not allowed"),
+        ({"preset": "kv8"}, r"preset='kivi-4'.*kv8"),
+        ({"cache_options": {"sink": 3}}, "cache_options is not allowed: a saved chat has its cache"),
+        ({"system": "You are brief."}, "system is not allowed: a saved chat has its messages"),
+        ({"max_new_token": 3}, "'max_new_token' is not known"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(**options)
     with pytest.raises(TypeError, match="tokenizer='kivi-4' is a text"):
         lb.Chat.load(tmp_path / "chat", model, "kivi-4")
     text = words(640, 9)
@@ -368,19 +351,18 @@ def test_stop_strings_need_no_tokenizer_of_their_own(model):
 
 def test_an_answer_that_is_left_is_cancelled(model):
     """The model waits for its third token until the loop has been left."""
-    left, calls = threading.Event(), 0
+    left, calls = threading.Event(), []
 
     def wait(module, args):
-        nonlocal calls
-        calls += 1
-        if calls > 2:
+        calls.append(module)
+        if len(calls) > 2:
             left.wait(0.2)
 
     chat = _chat(model)
     with model.model.layers[0].register_forward_pre_hook(wait):
         for _ in chat.stream(words(20, 1)):
             break
-    assert (chat.finish_reason, calls < 10) == ("cancelled", True)
+    assert (chat.finish_reason, len(calls) < 10) == ("cancelled", True)
 
 
 @pytest.mark.parametrize(

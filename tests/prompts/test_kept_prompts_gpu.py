@@ -161,18 +161,14 @@ def test_a_prompt_that_begins_alike_is_read_from_there(model, backend):
     """`lb.generate`, with recorded steps: dense pages give the logits of a prompt that is read whole."""
     first, second, text = texts(3)
     prompt, counted = torch.cat([first, second]), []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1]))
     store = lb.PrefixStore("1GB")
     options = {"do_sample": False, "pad_token_id": 0, "progress": False, "return_dict_in_generate": True}
     options |= {"cache_options": {"key_format": "dense", "value_format": "dense", **WINDOW, "backend": backend}}
     options |= {"output_logits": True}
     both = torch.cat([prompt[:450], text])[None].cuda()
-    try:
-        lb.generate(model, prompt[None].cuda(), "kivi-4", 8, prefixes=store, **options)
-        counted.clear()
+    lb.generate(model, prompt[None].cuda(), "kivi-4", 8, prefixes=store, **options)
+    with model.get_input_embeddings().register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1])):
         found = lb.generate(model, both, "kivi-4", 1, prefixes=store, **options)
-    finally:
-        hook.remove()
     cached = found.past_key_values.cached_tokens
     assert cached == 256  # whole pages, the residual tokens before the place where the two part
     assert counted == [both.shape[1] - cached]
@@ -186,13 +182,9 @@ def test_the_second_turn_of_a_chat_reads_what_is_new(model, backend):
     options = {"max_length": 1024, "max_new_tokens": 20, "do_sample": False, "cache_options": dense}
     chat = lb.Chat(model, tokenizer_of(), "kivi-4", system=words(200, 0), **options)
     chat.send(words(100, 1))
-    counted = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1]))
-    held = int(chat.cache.get_seq_length())
-    try:
+    held, counted = int(chat.cache.get_seq_length()), []
+    with model.get_input_embeddings().register_forward_pre_hook(lambda _, args: counted.append(args[0].shape[1])):
         chat.send(words(100, 2))
-    finally:
-        hook.remove()
     whole = chat.cache.text[0].cpu()
     assert counted[0] < 120, "the question and the end of the turn before it"
     assert held < len(whole)

@@ -5,12 +5,13 @@ import copy
 import gc
 import random
 import resource
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
-from cases import SMALL_PAGES, tiny_models
+from cases import SMALL_PAGES, Counted, read, tiny_models
+from generation_cases import GREEDY
 from processes import at_once
 
 import hf_lowbit_kv as lb
@@ -18,30 +19,12 @@ from hf_lowbit_kv.cache import saved_cache
 from hf_lowbit_kv.prompts import prefix_store
 from hf_lowbit_kv.prompts.prompt_folder import PromptFolder
 
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 DENSE = {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_models("llama")[0]
-
-
-class Counted:
-    """Tokens of a row that go through the model."""
-
-    def __init__(self, model):
-        self.tokens = 0
-        self.hook = model.get_input_embeddings().register_forward_pre_hook(self.see)
-
-    def see(self, module, args):
-        self.tokens += args[0].shape[1]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.hook.remove()
 
 
 def _generate(model, ids, store, new=12, **options):
@@ -62,9 +45,9 @@ def test_a_shared_beginning_is_read_once(model):
     system = _text(100, 1)
     for turn in range(3):
         ids = torch.cat([system, _text(130, 10 + turn)], dim=1)
-        tokens, cached, read = _generate(model, ids, store)
+        tokens, cached, count = _generate(model, ids, store)
         assert torch.equal(tokens, _generate(model, ids, None)[0])
-        assert (cached, read) == ((0, 230) if turn == 0 else (64, 166))
+        assert (cached, count) == ((0, 230) if turn == 0 else (64, 166))
     assert (store.hits, store.misses, store.tokens_saved, len(store)) == (2, 1, 128, 3)
     assert "3 texts" in repr(store)
     store.clear()
@@ -78,17 +61,17 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
     store = lb.PrefixStore()
     ids = _text(90, 1)
     first, *_ = _generate(model, ids, store)
-    again, cached, read = _generate(model, ids, store)
+    again, cached, count = _generate(model, ids, store)
     assert torch.equal(again, first)
-    assert (cached, read) == (89, 1)
+    assert (cached, count) == (89, 1)
     turn = torch.cat([first, _text(9, 2)], dim=1)
-    tokens, cached, read = _generate(model, turn, store)
+    tokens, cached, count = _generate(model, turn, store)
     assert torch.equal(tokens, _generate(model, turn, None)[0])
-    assert (cached, read) == (first.shape[1] - 1, 10)
+    assert (cached, count) == (first.shape[1] - 1, 10)
     assert len(store) == 1  # it continues from the first
-    short, cached, read = _generate(model, ids[:, :50], store)
+    short, cached, count = _generate(model, ids[:, :50], store)
     assert torch.equal(short, _generate(model, ids[:, :50], None)[0])
-    assert cached + read == 50
+    assert cached + count == 50
 
 
 @pytest.mark.parametrize("preset", ["kivi-4", "kivi-2-sink", "kitty", "int8", "fp8", "kivi-4-hadamard"])
@@ -112,9 +95,9 @@ def test_rows_take_the_shortest_match(model):
     rows = [torch.cat([system[:, :keep], _text(200 - keep, keep)], dim=1) for keep in (150, 100)]
     _generate(model, system, store)
     ids = torch.cat(rows)
-    tokens, cached, read = _generate(model, ids, store)
+    tokens, cached, count = _generate(model, ids, store)
     assert torch.equal(tokens, _generate(model, ids, None)[0])
-    assert (cached, read) == (64, 136)
+    assert (cached, count) == (64, 136)
     stored = {prompt.ids.shape[0] for prompt in store._prompts}
     assert stored == {161, 211}
 
@@ -158,12 +141,12 @@ def test_models_with_sliding_or_recurrent_layers_match_exact_ends(family):
     store, system = lb.PrefixStore(), _text(100, 1)
     texts = [torch.cat([system, _text(30, seed)], dim=1) for seed in (5, 6, 7)]
     for number, ids in enumerate(texts):
-        tokens, cached, read = _generate(ours, ids, store)
+        tokens, cached, count = _generate(ours, ids, store)
         assert torch.equal(tokens, _generate(ours, ids, None)[0])
         # the second one shows where they part; from then on that is an end
-        assert (cached, read) == ((100, 30) if number == 2 else (0, 130))
-    again, cached, read = _generate(ours, texts[0], store)
-    assert (cached, read) == (129, 1)
+        assert (cached, count) == ((100, 30) if number == 2 else (0, 130))
+    again, cached, count = _generate(ours, texts[0], store)
+    assert (cached, count) == (129, 1)
     turn = torch.cat([again, _text(9, 2)], dim=1)
     mask = torch.ones_like(turn)  # an answer may have the id of padding in it
     tokens, cached, _ = _generate(ours, turn, store, attention_mask=mask)
@@ -222,8 +205,7 @@ def test_a_text_that_another_one_saves_reading_is_no_hit(model):
 def test_rows_of_another_length_are_not_kept(model):
     store, ids = lb.PrefixStore(), _text(90, 1)
     cache = lb.from_preset("kivi-4", model, max_cache_len=200, **DENSE)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    read(model, cache, ids)
     for text in (ids[0, :80], ids[0, :0], _text(91, 1)[0]):
         store.add(cache, [text])
     assert len(store) == 0
@@ -353,9 +335,9 @@ def test_folder(model, tmp_path):
     assert len(store) == 1
     assert len(list(tmp_path.iterdir())) == 3
     for ids, tokens in zip(texts, want, strict=True):
-        found, cached, read = _generate(model, ids, store)
+        found, cached, count = _generate(model, ids, store)
         assert torch.equal(found, tokens)
-        assert (cached, read) == (99, 1)
+        assert (cached, count) == (99, 1)
     # another process, later
     other = lb.PrefixStore(limit, folder=tmp_path)
     tokens, cached, _ = _generate(model, texts[0], other)
@@ -496,24 +478,16 @@ def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
 
 def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
     want = {seed: _generate(model, _text(100, seed), None, 4)[0] for seed in range(4)}
-    errors = []
 
     def work(seed):
-        try:
-            own = copy.deepcopy(model)
-            store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes="200kB")
-            for turn in range(8):
-                number = (seed + turn) % 4
-                assert torch.equal(_generate(own, _text(100, number), store, 4)[0], want[number])
-        except BaseException as error:
-            errors.append(error)
+        own = copy.deepcopy(model)
+        store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes="200kB")
+        for turn in range(8):
+            number = (seed + turn) % 4
+            assert torch.equal(_generate(own, _text(100, number), store, 4)[0], want[number])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
 
 
 def test_processes_that_share_a_folder(model, tmp_path):

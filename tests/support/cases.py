@@ -235,6 +235,28 @@ def read(model, cache, ids, mask=None):
         return model(ids, attention_mask=mask, **as_argument(cache)).logits[:, -1]
 
 
+class Counted:
+    """Counts the tokens of a row, padding included, that go through a model from now on; as a context, those inside of it."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        self.hook = model.get_input_embeddings().register_forward_pre_hook(self._see)
+
+    def _see(self, module, args):
+        self.tokens += args[0].shape[1]
+
+    def taken(self) -> int:
+        """Those since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.hook.remove()
+
+
 def next_logits(model, cache):
     with torch.no_grad():
         return model(torch.tensor([[5]]), past_key_values=cache).logits

@@ -1,16 +1,21 @@
 """Tiny models whose rotary embeddings change beyond `LIMIT` tokens, and what a text that is read whole gives."""
 
 import copy
+import inspect
 
 import torch
 from cases import tiny_models
+from chat_cases import words
+from generation_cases import GREEDY
 from tiny_architectures import tiny_configuration
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_rope_utils
 
 LIMIT = 100
 #: models that drop their cache at the limit
 PHI = ("phi3", "phimoe", "phi4_multimodal")
 ROPES = ("longrope", "dynamic")
+#: the oldest transformers reads a value from the device instead
+SWITCHES_IN_PLACE = "copy_" in inspect.getsource(modeling_rope_utils.dynamic_rope_update)
 #: sizes of the towers that read images and sounds, which no test here uses
 _TOWER = {
     "hidden_size": 64,
@@ -79,3 +84,15 @@ def left_padding(ids, padding=(0,)):
     for row, count in enumerate(padding):
         ids[row, :count], mask[row, :count] = 0, 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def check_chat(chat, theirs, turns, **options) -> None:
+    """Send messages of so many words. Answers, of 6 tokens, are those of transformers' model to the whole conversation."""
+    for turn, count in enumerate(turns):
+        messages = [*chat.messages, {"role": "user", "content": words(count, turn)}]
+        ids = chat.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        want = theirs.generate(**left_padding(ids.clone()), max_new_tokens=6, **GREEDY, **options)
+        answer = chat.send(messages[-1]["content"])
+        assert answer == chat.tokenizer.decode(want[0, ids.shape[1] :], skip_special_tokens=True), turn
