@@ -157,6 +157,14 @@ def graphs(monkeypatch):
 
 
 @pytest.fixture
+def nvidia_gpu(monkeypatch):
+    """The GPU of a test for which backends are chosen as on an H100."""
+    from faked_devices import as_on_an_h100
+
+    return as_on_an_h100(monkeypatch)
+
+
+@pytest.fixture
 def run(capsys, monkeypatch):
     """Calls the command and returns `(exit code, standard output, standard error)`."""
     from command_line import call

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
+from faked_devices import choose_as_on
 from kernel_cases import Case
 
 import hf_lowbit_kv as lb
@@ -103,25 +104,12 @@ def test_triton_for_xpu_runs_where_it_is_asked_for(monkeypatch):
 # ---- a cache says it ------------------------------------------------------------------------------------------------
 
 
-def _chosen_as_on(monkeypatch, kind: str) -> None:
-    """Backends are chosen as for a model on that device; what they compute is computed on the CPU."""
-    device = torch.device(kind)
-    for name in ("choose_backend", "describe_backend", "why_slow_reference"):
-        original = getattr(choice, name)
-
-        def counted(*args, original=original):
-            *names, served = args
-            return original(*names, served._replace(device=device))
-
-        monkeypatch.setattr(choice, name, counted)
-
-
 @pytest.fixture
 def on_mps(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(choice, "_WARNED", set())
     _triton_runs_on(monkeypatch, None)
-    _chosen_as_on(monkeypatch, "mps")
+    choose_as_on(monkeypatch, torch.device("mps"))
 
 
 def _generate(backend: str | None = None) -> lb.LowBitCache:

@@ -2,12 +2,11 @@
 
 from types import SimpleNamespace
 
-import cuda_emulator
 import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated
+from emulated import emulated, needs_emulator
 from interpreted import PARTS, run_part
 from isolation import POISONS, cases, check, check_latents, in_every_run
 from kernel_cases import Case
@@ -65,8 +64,7 @@ def _has_cuda_kernels(case: Case) -> bool:
 CUDA = [case for case in CASES if _has_cuda_kernels(case)]
 
 
-@pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere")
-@pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor")
+@needs_emulator
 @pytest.mark.parametrize(
     "case",
     [

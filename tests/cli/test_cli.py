@@ -14,7 +14,7 @@ from cases import tiny_models
 from transformers import AutoTokenizer
 
 import hf_lowbit_kv
-from hf_lowbit_kv import cli, preset_names, presets
+from hf_lowbit_kv import preset_names, presets
 from hf_lowbit_kv.cli import demo_command, missing_calibrations
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval import local_models as bundled
@@ -360,7 +360,7 @@ def test_a_cache_folder_that_cannot_be_written(run, monkeypatch, tmp_path):
         assert re.search(r"file.*' cannot be written: .*HF_LOWBIT_KV_CACHE to another folder", " ".join(err.split()))
 
 
-def test_ctrl_c_while_the_command_is_imported(monkeypatch, capsys):
+def test_ctrl_c_while_the_command_is_imported(monkeypatch, run):
     class Interrupted:
         def find_spec(self, name, *_):
             if name == "hf_lowbit_kv.cli.application":
@@ -368,10 +368,7 @@ def test_ctrl_c_while_the_command_is_imported(monkeypatch, capsys):
 
     monkeypatch.delitem(sys.modules, "hf_lowbit_kv.cli.application", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["presets"])
-    assert stop.value.code == 130
-    assert capsys.readouterr() == ("", "")
+    assert run("presets") == (130, "", "")
 
 
 def test_an_interrupted_conversion_leaves_nothing(monkeypatch, tmp_path):

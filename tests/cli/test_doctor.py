@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import call
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cli, diagnosis
+from hf_lowbit_kv import diagnosis
 from hf_lowbit_kv.backends import cpu
 from hf_lowbit_kv.triton_kernels import toolchain
 
@@ -80,10 +81,8 @@ def test_the_command(capsys, monkeypatch, found):
     for result, code in ((found, 0), (diagnosis.Diagnosis(found | {"ok": False}), 1)):
         monkeypatch.setattr(diagnosis, "doctor", lambda device, result=result: result)
         for option in ([], ["--json"]):
-            with pytest.raises(SystemExit) as stop:
-                cli.main(["doctor", *option])
-            assert (stop.value.code or 0) == code
-            out = capsys.readouterr().out
+            found_code, out, _ = call(capsys, "doctor", *option)
+            assert found_code == code
             assert json.loads(out) == result if option else "agrees with the reference" in out
 
 

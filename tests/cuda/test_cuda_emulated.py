@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
 from cuda_cases import LONG_CHUNKS, check_long_chunk, fragment
-from emulated import emulated, some_fast
+from emulated import emulated, needs_emulator, some_fast
 from kernel_cases import Case, check_steps, filled, generator, plain, random_step, relative_error
 from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, TRELLIS, static_sizes
 from marked import slow_case
@@ -22,10 +22,7 @@ from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
-pytestmark = [
-    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
-    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
-]
+pytestmark = needs_emulator
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated
+from emulated import emulated, needs_emulator
 from fp8_rows import SPECIAL, check_special_rows
 from isolation import check as check_isolation
 from kernel_cases import Case, check_steps, generator
@@ -26,10 +26,6 @@ FP8 = {"keys": "fp8", "values": "fp8"}
 CENTERED = {"keys": "fp8-centered", "values": "fp8"}
 PAGES = {"head_dim": 128, "page_size": 128, "residual": 128, "sink": 32}
 half, bf16 = torch.float16, torch.bfloat16
-needs_emulator = pytest.mark.skipif(
-    kernels.GPU or kernels.INTERPRETED or not cuda_emulator.available(),
-    reason="needs g++, an x86 processor, and no GPU (the kernels themselves run there)",
-)
 
 
 def _converting(convert: bool, name: str, defines: tuple) -> cuda_emulator.Module:

@@ -7,16 +7,13 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated
+from emulated import emulated, needs_emulator
 from kernel_cases import Case, check_steps
 
 from hf_lowbit_kv.backends import choice as backends
 from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
 
-pytestmark = [
-    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
-    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
-]
+pytestmark = needs_emulator
 #: KiB of shared memory of a multiprocessor: RTX 30 and 40, A100, H100
 SHARED = {"small": 100, "A100": 164, "H100": 228}
 WHOLE = {"head_dim": 128, "page_size": 128, "residual": 128}
@@ -92,17 +89,12 @@ def test_the_window_does_not_bound_the_warps():
             assert shape.narrow == (keys == "int2-channel" and shared == 100)
 
 
-def test_where_there_is_no_room_another_backend_serves(monkeypatch):
-    spec, device = Case(keys="vq-d4b8", values="vq-d8b12").spec, torch.device("cuda")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(backends, "why_triton_cannot_launch", lambda: None)
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
+def test_where_there_is_no_room_another_backend_serves(nvidia_gpu, monkeypatch):
+    spec = Case(keys="vq-d4b8", values="vq-d8b12").spec
     for shared, chosen in ((64, "triton"), (228, "cuda")):
         properties = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
-        setup = backends.LayerSetup(device, torch.float16, spec, (256, 256))
+        setup = backends.LayerSetup(nvidia_gpu, torch.float16, spec, (256, 256))
         assert backends.choose_backend(None, setup) == chosen
         why_slower = backends.why_not_faster(None, chosen, setup)
         assert (chosen == "cuda") == (why_slower is None)

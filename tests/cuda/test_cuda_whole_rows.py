@@ -8,7 +8,7 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated
+from emulated import emulated, needs_emulator
 from kernel_cases import Case, check_steps
 from kernel_matrix import EIGEN_2
 from marked import slow_case
@@ -16,10 +16,7 @@ from marked import slow_case
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, geometry
 
-pytestmark = [
-    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
-    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
-]
+pytestmark = needs_emulator
 
 RANGES = geometry.Assignment(geometry.Schedule.WORK_RANGES)
 

@@ -1,23 +1,13 @@
 """Heads of 512 channels, which two warps divide (`exchange.cuh`), and keys wider than values, without a GPU: the checks of
 `kernel_checks` on kernels compiled for the CPU."""
 
-from types import SimpleNamespace
-
 import cuda_emulator
 import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated, some_fast
-from kernel_cases import (
-    Case,
-    assert_same_state,
-    check_steps,
-    filled,
-    generator,
-    random_step,
-    relative_error,
-)
+from emulated import emulated, needs_emulator, some_fast
+from kernel_cases import Case, assert_same_state, check_steps, filled, generator, random_step, relative_error
 from kernel_matrix import EIGEN_2, TRELLIS
 
 from hf_lowbit_kv.backends import choice as backends
@@ -25,10 +15,7 @@ from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda import geometry, modules
 
-pytestmark = [
-    pytest.mark.skipif(not cuda_emulator.available(), reason="needs g++ and an x86 processor"),
-    pytest.mark.skipif(kernels.GPU or kernels.INTERPRETED, reason="the kernels themselves run elsewhere"),
-]
+pytestmark = needs_emulator
 
 PAGES = {"page_size": 128, "residual": 128, "sink": 32}
 WIDE = {"head_dim": 512}
@@ -160,18 +147,9 @@ def test_both_count_the_same(rows, gpu):
         assert cuda_emulator.complaints(cuda_emulator.full_text("attend.cu", defines)) == ""
 
 
-def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
+def test_formats_whose_heads_are_not_divided_get_triton(nvidia_gpu, monkeypatch):
     """The choice says why. Others, and heads of at most 256 channels, get the CUDA kernels."""
-    device = torch.device("cuda")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(backends, "why_gpu_cannot_launch", lambda: None)
     monkeypatch.setattr(backends, "triton_serves", lambda device: True)
-    monkeypatch.setattr(backends, "why_triton_cannot_launch", lambda: None)
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
     for keys, values, reason in (
         ("int4-channel", "int2-token", None),
         ("boosted2-r0.125", "int2-token", "keys in format 'boosted2-r0.125' with head_dim=512; allowed: up to 256"),
@@ -181,15 +159,14 @@ def test_formats_whose_heads_are_not_divided_get_triton(monkeypatch):
     ):
         spec = Case(keys=keys, values=values).spec
         for widths in ((512, 512), (256, 256)):
-            setup = backends.LayerSetup(device, torch.float16, spec, widths)
+            setup = backends.LayerSetup(nvidia_gpu, torch.float16, spec, widths)
             refused = widths[0] == 512 and reason is not None
             chosen = backends.choose_backend(None, setup)
             assert chosen == ("triton" if refused else "cuda"), (keys, widths)
             if refused:
                 assert f"cuda has no kernels for {reason}" in backends.describe_backend(None, chosen, setup)
-    setup = backends.LayerSetup(device, torch.float16, Case().spec, (512, 128))
+    setup = backends.LayerSetup(nvidia_gpu, torch.float16, Case().spec, (512, 128))
     assert "heads of 512 and 128 channels" in backends.describe_backend(None, "triton", setup)
+    setup = backends.LayerSetup(nvidia_gpu, torch.float16, Case(keys="boosted2-r0.125").spec, (512, 512))
     with pytest.raises(ValueError, match=r"head_dim=512; allowed: up to 256; use backend='triton'"):
-        backends.choose_backend(
-            "cuda", backends.LayerSetup(device, torch.float16, Case(keys="boosted2-r0.125").spec, (512,) * 2)
-        )
+        backends.choose_backend("cuda", setup)

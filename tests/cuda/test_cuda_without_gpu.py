@@ -13,7 +13,6 @@ from cuda_cases import fragment
 from kernel_cases import Case
 
 from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.backends import choice as backends
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.formats.fragment import LAYOUTS
 from hf_lowbit_kv.presets import get_preset
@@ -30,40 +29,34 @@ def compile_module():
 
 
 def test_missing_bindings(monkeypatch):
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: False)
+    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: False)
     with pytest.raises(ImportError, match="cuda-bindings is not installed: "):
         choice.check_backend("cuda")
 
 
 def test_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
+    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
     with pytest.raises(ValueError, match="backend='cuda' needs an NVIDIA GPU, and the model is on 'cpu'"):
         choice.choose_backend("cuda", choice.LayerSetup(torch.device("cpu")))
 
 
-def test_old_gpu(monkeypatch):
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(torch.version, "hip", None)
+def test_old_gpu(nvidia_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     with pytest.raises(ValueError, match=r"compute capability \(8, 0\).*Tesla T4 has \(7, 5\).*backend='triton'"):
-        choice.choose_backend("cuda", choice.LayerSetup(torch.device("cuda")))
+        choice.choose_backend("cuda", choice.LayerSetup(nvidia_gpu))
 
 
-def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
-    device = torch.device("cuda")
+def test_what_the_cuda_kernels_do_not_cover_is_refused(nvidia_gpu):
     with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
-        choice.choose_backend("cuda", choice.LayerSetup(device, torch.float32))
+        choice.choose_backend("cuda", choice.LayerSetup(nvidia_gpu, torch.float32))
     boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
     with pytest.raises(
         ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
     ):
-        choice.choose_backend("cuda", choice.LayerSetup(device, torch.float16, LayerSpec(plain, boosted)))
-    assert choice.choose_backend("cuda", choice.LayerSetup(device, torch.float16, LayerSpec(boosted, plain))) == "cuda"
+        choice.choose_backend("cuda", choice.LayerSetup(nvidia_gpu, torch.float16, LayerSpec(plain, boosted)))
+    setup = choice.LayerSetup(nvidia_gpu, torch.float16, LayerSpec(boosted, plain))
+    assert choice.choose_backend("cuda", setup) == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -79,51 +72,41 @@ def test_what_the_cuda_kernels_do_not_cover_is_refused(monkeypatch):
         ("fp8|dense|0|0|128", (512, 64), None),
     ],
 )
-def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, monkeypatch):
-    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "hip", None)
+def test_latents_that_the_cuda_kernels_do_not_cover(key, widths, reason, nvidia_gpu):
     spec = LayerSpec.parse(f"{key}|none|none|latent")
-    for stored in (spec, backends.storage_spec(spec, "cuda")):
-        setup = backends.LayerSetup(torch.device("cuda"), torch.bfloat16, stored, widths)
-        found = backends.BACKENDS["cuda"].why_not(setup)
+    for stored in (spec, choice.storage_spec(spec, "cuda")):
+        setup = choice.LayerSetup(nvidia_gpu, torch.bfloat16, stored, widths)
+        found = choice.BACKENDS["cuda"].why_not(setup)
         assert found is None if reason is None else re.search(reason.replace("'dense'", "'dense(@core-1)?'"), found)
 
 
-def test_default_on_a_gpu(monkeypatch):
+def test_default_on_a_gpu(nvidia_gpu, monkeypatch):
     """`cuda` where it serves, else `triton`; and why."""
     found = {"capability": (9, 0), "compiler": None}
-    monkeypatch.setattr(backends, "why_cuda_cannot_compile", lambda capability: found["compiler"])
-    monkeypatch.setattr(backends, "why_triton_cannot_launch", lambda: None)
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: found["compiler"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found["capability"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    monkeypatch.delenv(backends.VARIABLE, raising=False)
-    device, spec = torch.device("cuda"), Case().spec
+    device, spec = nvidia_gpu, Case().spec
 
     def check(dtype, chosen, reason, spec=spec):
         assert choice.choose_backend(None, choice.LayerSetup(device, dtype, spec)) == chosen
-        why_slower = backends.why_not_faster(None, chosen, backends.LayerSetup(device, dtype, spec))
+        why_slower = choice.why_not_faster(None, chosen, choice.LayerSetup(device, dtype, spec))
         assert why_slower is None if reason is None else reason in why_slower
 
     check(torch.bfloat16, "cuda", None)
     check(torch.float32, "triton", "computes in")
-    check(
-        torch.float16,
-        "triton",
-        "no kernels for values in format",
-        LayerSpec(spec.key_format, parse_format("boosted2-r0.125")),
-    )
+    boosted = LayerSpec(spec.key_format, parse_format("boosted2-r0.125"))
+    check(torch.float16, "triton", "no kernels for values in format", boosted)
     found["compiler"] = "needs NVRTC"
     check(torch.float16, "triton", "needs NVRTC")
     found.update(compiler=None, capability=(7, 5))
     check(torch.float16, "triton", "Tesla T4")
-    assert backends.why_not_faster("triton", "triton", backends.LayerSetup(device, torch.float16, spec)) is None
+    assert choice.why_not_faster("triton", "triton", choice.LayerSetup(device, torch.float16, spec)) is None
     found.update(capability=(9, 0))
-    monkeypatch.setenv(backends.VARIABLE, "triton")
-    assert backends.why_not_faster(None, "triton", backends.LayerSetup(device, torch.float32, spec)) is None
-    monkeypatch.delenv(backends.VARIABLE)
-    monkeypatch.setitem(backends.ON_GPU, "separate", ("triton",))
+    monkeypatch.setenv(choice.VARIABLE, "triton")
+    assert choice.why_not_faster(None, "triton", choice.LayerSetup(device, torch.float32, spec)) is None
+    monkeypatch.delenv(choice.VARIABLE)
+    monkeypatch.setitem(choice.ON_GPU, "separate", ("triton",))
     check(torch.float16, "triton", None)
 
 
@@ -148,10 +131,10 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
     nvrtc = SimpleNamespace(nvrtcVersion=nvrtc_version, nvrtcGetSupportedArchs=lambda: (0, architectures))
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, supported))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver, nvrtc=nvrtc))
-    monkeypatch.setattr(backends, "has_cuda_bindings", lambda: True)
-    backends.why_cuda_cannot_compile.cache_clear()
-    reason = backends.why_cuda_cannot_compile((9, 0))
-    backends.why_cuda_cannot_compile.cache_clear()
+    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
+    choice.why_cuda_cannot_compile.cache_clear()
+    reason = choice.why_cuda_cannot_compile((9, 0))
+    choice.why_cuda_cannot_compile.cache_clear()
     assert reason is None if expected is None else expected in reason
 
 

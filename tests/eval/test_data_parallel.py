@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from command_line import call
 from ranks import run_ranks
 
 from hf_lowbit_kv import cli
@@ -30,19 +31,17 @@ def test_alone_keeps_the_order():
 def test_commands_that_cannot_be_shared_say_so(command, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(command)
-    assert stop.value.code == 1
-    assert f"`{' '.join(command)}` runs in one process" in " ".join(capsys.readouterr().err.split())
+    code, _, err = call(capsys, *command)
+    assert code == 1
+    assert f"`{' '.join(command)}` runs in one process" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "auto"])
 def test_a_gpu_for_all_is_refused(monkeypatch, capsys, device):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "perplexity", "--preset", "kivi-2", "--device", device])
-    assert "each process uses its own GPU" in " ".join(capsys.readouterr().err.split())
+    _, _, err = call(capsys, "eval", "perplexity", "--preset", "kivi-2", "--device", device)
+    assert "each process uses its own GPU" in " ".join(err.split())
 
 
 def options_of(model_folder: Path, folder: Path) -> list[str]:
@@ -74,9 +73,7 @@ def same_figures(ours, theirs) -> None:
 def test_perplexity_of_two_processes(model_folder, tmp_path, capsys):
     command = options_of(model_folder, tmp_path)
     assert run_ranks(_rank, 2, command, str(tmp_path)) == [0, 0]
-    with pytest.raises(SystemExit):
-        cli.main(command)
-    same_figures(json.loads((tmp_path / "0.json").read_text()), json.loads(capsys.readouterr().out))
+    same_figures(json.loads((tmp_path / "0.json").read_text()), json.loads(call(capsys, *command)[1]))
     assert (tmp_path / "1.json").read_text() == ""
 
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 from cases import tiny_models
+from command_line import call
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv import cli
 from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.needle import Needle, check_picture, clean, draw, heat_map, prompt, run, steps
@@ -71,13 +71,11 @@ def test_a_calibration_is_an_option(folder, text, tmp_path, monkeypatch, capsys)
     ).save(path)
     options = ["--length", "300", "--depth", "0.5", "--kv-chunk", "32", "--set", "page_size=32", "--set", "residual=32"]
     command = ["eval", "needle", "--model", str(folder), "-p", "eigen-2", "--text", str(text), "--json", *options]
-    for further, code in ((["--calibration", str(path)], 0), ([], 1)):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([*command, *further])
-        out, err = capsys.readouterr()
-        assert (stop.value.code or 0) == code, err
-        if not code:
-            assert json.loads(out)[-1]["packed_share"] > 0.5
+    code, out, err = call(capsys, *command, "--calibration", path)
+    assert code == 0, err
+    assert json.loads(out)[-1]["packed_share"] > 0.5
+    code, _, err = call(capsys, *command)
+    assert code == 1
     assert "needs a calibration" in err
 
 
@@ -107,39 +105,40 @@ def test_every_place_is_scored(folder, text, tmp_path):
 
 
 def test_the_command(folder, text, capsys, tmp_path):
-    options = ["--model", folder, "--text", text, "--device", "cpu", "--length", 300, "--depth", 0.5]
+    options = ("eval", "needle", "-p", "kivi-2", "--model", folder, "--text", text, "--device", "cpu")
+    options += ("--length", 300, "--depth", 0.5)
     picture = tmp_path / "map.png"
-    with pytest.raises(SystemExit) as stop:
-        cli.main([str(arg) for arg in ("eval", "needle", "-p", "kivi-2", *options, "--json", "--picture", picture)])
-    assert not stop.value.code
-    rows = json.loads(capsys.readouterr().out)
-    assert {tuple(row) for row in rows} == {("preset", "length", "depth", "found", "logprob", "packed_share")}
+    code, out, _ = call(capsys, *options, "--json", "--picture", picture)
+    assert code == 0
+    assert {tuple(row) for row in json.loads(out)} == {
+        ("preset", "length", "depth", "found", "logprob", "packed_share")
+    }
     assert picture.stat().st_size > 1000
-    with pytest.raises(SystemExit):
-        cli.main([str(arg) for arg in ("eval", "needle", "-p", "kivi-2", *options)])
-    out = capsys.readouterr().out
+    _, out, _ = call(capsys, *options)
     assert "Needles found" in out
     assert "50%" in out
 
 
-def test_bad_input(folder, text, tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "options", "message"),
+    [
+        ("kivi-2", {"depths": (0.5, 1.5)}, r"depths=\[1.5\] are not allowed"),
+        ("kivi-2", {"lengths": (2000,)}, "length=2000 is more than the model's context of 1024"),
+        ("kivi-2", {"lengths": (600,)}, r"has 420 tokens, and length=600 needs"),
+        ("kivi-2", {"lengths": (20,)}, "length=20 is too short: fact and question take"),
+        ("kivi-2", {"lengths": (300,), "chunk": 400}, "kv_chunk=400 is not allowed; it must be 1 to 300"),
+        ("kivi-2", {"lengths": (200,)}, "length=200 is too short for preset 'kivi-2': nothing was read packed"),
+        ("kivi", {}, "preset='kivi' is not known"),
+    ],
+)
+def test_bad_input(folder, text, preset, options, message):
+    with pytest.raises(ValueError, match=message):
+        run([preset], *load_model(str(folder), device="cpu"), text=text, **options)
 
-    loaded = load_model(str(folder), device="cpu")
-    with pytest.raises(ValueError, match=r"depths=\[1.5\] are not allowed"):
-        run(["kivi-2"], *loaded, depths=(0.5, 1.5), text=text)
-    with pytest.raises(ValueError, match="length=2000 is more than the model's context of 1024"):
-        run(["kivi-2"], *loaded, lengths=(2000,), text=text)
-    with pytest.raises(ValueError, match=r"has 420 tokens, and length=600 needs"):
-        run(["kivi-2"], *loaded, lengths=(600,), text=text)
-    with pytest.raises(ValueError, match="length=20 is too short: fact and question take"):
-        run(["kivi-2"], *loaded, lengths=(20,), text=text)
-    with pytest.raises(ValueError, match="kv_chunk=400 is not allowed; it must be 1 to 300"):
-        run(["kivi-2"], *loaded, lengths=(300,), chunk=400, text=text)
-    with pytest.raises(ValueError, match="length=200 is too short for preset 'kivi-2': nothing was read packed"):
-        run(["kivi-2"], *loaded, lengths=(200,), text=text)
-    with pytest.raises(ValueError, match="preset='kivi' is not known"):
-        run(["kivi"], *loaded, text=text)
-    with pytest.raises(ValueError, match="the name must end in"):
-        check_picture(tmp_path / "map.txt")
-    with pytest.raises(ValueError, match="there is no folder"):
-        check_picture(tmp_path / "none" / "map.png")
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("map.txt", "the name must end in"), ("none/map.png", "there is no folder")]
+)
+def test_bad_pictures(tmp_path, name, message):
+    with pytest.raises(ValueError, match=message):
+        check_picture(tmp_path / name)

@@ -220,19 +220,23 @@ def test_a_dataset_that_is_not_reached(monkeypatch):
         dataset_text("wikitext", "wikitext-2-raw-v1")
 
 
-def test_bad_input(model, texts):
-    with pytest.raises(ValueError, match=r"context=500 is more than the 450 tokens of text .*one\.txt"):
-        score(["kivi-2"], texts, model, context=500)
-    with pytest.raises(ValueError, match="start=400 is not allowed with context=400"):
-        score(["kivi-2"], texts, model, start=CONTEXT)
-    with pytest.raises(ValueError, match=r"preset='kivi-3' is not known; did you mean .*'kivi-2'"):
-        score(["kivi-3"], texts, model)
-    with pytest.raises(ValueError, match="chunk=0 is not allowed"):
-        score(["kivi-2"], texts, model, chunk=0)
-    with pytest.raises(ValueError, match="windows=-1 is not allowed"):
-        score(["kivi-2"], texts, model, windows=-1)
-    with pytest.raises(ValueError, match=r"max_position_embeddings=2048; .*context=2048, windows=3"):
-        score(["kivi-2"], texts, model, context=5000)
+@pytest.mark.parametrize(
+    ("preset", "options", "message"),
+    [
+        ("kivi-2", {"context": 500}, r"context=500 is more than the 450 tokens of text .*one\.txt"),
+        ("kivi-2", {"start": CONTEXT}, "start=400 is not allowed with context=400"),
+        ("kivi-3", {}, r"preset='kivi-3' is not known; did you mean .*'kivi-2'"),
+        ("kivi-2", {"chunk": 0}, "chunk=0 is not allowed"),
+        ("kivi-2", {"windows": -1}, "windows=-1 is not allowed"),
+        ("kivi-2", {"context": 5000}, r"max_position_embeddings=2048; .*context=2048, windows=3"),
+    ],
+)
+def test_bad_input(model, texts, preset, options, message):
+    with pytest.raises(ValueError, match=message):
+        score([preset], texts, model, **options)
+
+
+def test_bad_texts(model, texts):
     with pytest.raises(ValueError, match=r"texts=\[\]"):
         score(["kivi-2"], [], model)
     latin = texts[0].parent / "latin.txt"

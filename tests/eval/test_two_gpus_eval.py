@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from command_line import call
 
-from hf_lowbit_kv import cli
 from hf_lowbit_kv.eval import local_models
 
 pytest.importorskip("accelerate")
@@ -13,10 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 def rows_of(capsys, *command):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*map(str, command), "--json"])
-    assert not stop.value.code
-    return json.loads(capsys.readouterr().out)
+    code, out, err = call(capsys, *command, "--json")
+    assert code == 0, err
+    return json.loads(out)
 
 
 @pytest.fixture

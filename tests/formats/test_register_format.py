@@ -193,18 +193,12 @@ def test_kernels():
 
 
 @pytest.mark.parametrize("kernels", [None, KERNELS], ids=["without", "with"])
-def test_on_a_gpu(kernels, monkeypatch):
+def test_on_a_gpu(kernels, nvidia_gpu, monkeypatch):
     """Without kernels the reference serves, and a warning says why; an explicit backend is refused as ever."""
     pytest.importorskip("triton")
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for name in ("why_triton_cannot_launch", "why_gpu_cannot_launch"):
-        monkeypatch.setattr(choice, name, lambda: None)
-    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
     monkeypatch.setattr(choice, "_WARNED", set())
     lb.register_format(Sign, triton=kernels)
-    setup = choice.LayerSetup(torch.device("cuda"), torch.float16, LayerSpec(Sign(), lb.parse_format("int4-token")))
+    setup = choice.LayerSetup(nvidia_gpu, torch.float16, LayerSpec(Sign(), lb.parse_format("int4-token")))
     if kernels is not None:
         assert choice.choose_backend(None, setup) == "triton"
         return

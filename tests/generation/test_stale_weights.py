@@ -53,40 +53,35 @@ def truth(model, inputs, **options):
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, **GREEDY, **options)
 
 
-@pytest.mark.parametrize("padded", [0, 7])
-def test_recorded_steps_see_quantized_weights_that_changed_in_place(graphs, padded):
+def check_changes_in_place(inputs, **options):
+    """Changes between two calls, and between two steps of one."""
     model, theirs = quantized()
-    inputs, found = prompt(padded=padded), []
+    found = []
     for _ in range(3):
-        found.append(ours(model, inputs))
+        found.append(ours(model, inputs, **options))
         assert torch.equal(found[-1], truth(theirs, inputs))
         change(model, theirs)
     assert not torch.equal(found[0], found[1])
-    assert len(graphs) == 1, "the recording is used again"
-    got = ours(model, inputs, logits_processor=[ChangeAt(model)])
-    assert torch.equal(got, truth(theirs, inputs, logits_processor=[ChangeAt(theirs)])), "between two replays"
-    assert len(graphs) == 1
+    got = ours(model, inputs, logits_processor=[ChangeAt(model)], **options)
+    assert torch.equal(got, truth(theirs, inputs, logits_processor=[ChangeAt(theirs)]))
     lb.release(model)
+
+
+@pytest.mark.parametrize("padded", [0, 7])
+def test_recorded_steps_see_quantized_weights_that_changed_in_place(graphs, padded):
+    check_changes_in_place(prompt(padded=padded))
+    assert len(graphs) == 1, "the recording is used again"
 
 
 @pytest.mark.newest  # compiled once, on the newest
 def test_compiled_steps_see_quantized_weights_that_changed_in_place():
-    model, theirs = quantized()
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
-    inputs, found = prompt(), []
-    for _ in range(3):
-        found.append(ours(model, inputs, compile_config=config))
-        assert torch.equal(found[-1], truth(theirs, inputs))
-        change(model, theirs)
-    assert not torch.equal(found[0], found[1])
-    got = ours(model, inputs, compile_config=config, logits_processor=[ChangeAt(model)])
-    assert torch.equal(got, truth(theirs, inputs, logits_processor=[ChangeAt(theirs)])), "between two steps"
+    check_changes_in_place(prompt(), compile_config=config)
     assert counters["stats"]["unique_graphs"] == 1
-    lb.release(model)
 
 
 @pytest.mark.begins_first

@@ -13,6 +13,11 @@ from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as cuda
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, modules
 
+needs_emulator = pytest.mark.skipif(
+    kernels.GPU or kernels.INTERPRETED or not cuda_emulator.available(),
+    reason="needs g++, an x86 processor, and no GPU (the kernels themselves run there)",
+)
+
 
 @contextmanager
 def emulated(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
+from faked_devices import choose_as_on
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
@@ -93,27 +94,10 @@ def test_the_command_that_brings_nvrtc(bindings, cuda, expected, monkeypatch):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
+def on_a_gpu(nvidia_gpu, monkeypatch):
     """Choices are made as on an NVIDIA GPU; what is chosen is computed by the reference."""
-    real = {name: getattr(choice, name) for name in ("choose_backend", "describe_backend")}
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    properties = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(
-        choice, "choose_backend", lambda reason, served: real["choose_backend"](reason, served._replace(device=gpu))
-    )
-    monkeypatch.setattr(
-        choice,
-        "describe_backend",
-        lambda reason, chosen, served: real["describe_backend"](reason, chosen, served._replace(device=gpu)),
-    )
+    choose_as_on(monkeypatch, nvidia_gpu)
     monkeypatch.setattr(ops, "operations_of", lambda *chosen: reference.OPERATIONS)
-    monkeypatch.setattr(choice, "has_cuda_bindings", lambda: True)
-    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: None)
-    monkeypatch.setattr(choice, "why_triton_cannot_launch", lambda: None)
 
 
 def _summary(dtype=torch.float16) -> str:
