@@ -148,6 +148,25 @@ def models(one_thread):
     return tiny_models("llama")
 
 
+@pytest.fixture(scope="module")
+def gpu_model():
+    """A tiny Llama in float32, because fused 16-bit arithmetic rounds differently."""
+    from cases import tiny_models
+
+    import hf_lowbit_kv as lb
+
+    model = tiny_models("llama")[0].cuda()
+    yield model
+    lb.release(model)
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    if request.param == "cuda":
+        pytest.importorskip("cuda.bindings")
+    return request.param
+
+
 @pytest.fixture
 def graphs(monkeypatch):
     """The graphs that are made in place of CUDA's during a test."""

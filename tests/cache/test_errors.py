@@ -64,7 +64,13 @@ def test_arguments_of_the_wrong_type(model):
             call()
 
 
-@pytest.mark.parametrize("name", ["kivi-2-sink-sink", "kitty-random-range", "kivi-2-", "-sink", "sink", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("kivi-2-sink-sink", "kitty-random-range", "kivi-2-", "kitty-", "-sink", "sink", ""),
+        *("kitty-magnetism", "hadamard-kitty"),
+    ],
+)
 def test_suffixes_that_say_nothing(model, name):
     with pytest.raises(ValueError, match=f"preset='{name}' is not known"):
         lb.from_preset(name, model)

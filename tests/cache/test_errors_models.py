@@ -12,11 +12,6 @@ from hf_lowbit_kv.cache.transformers_release import RELEASE
 pytestmark = pytest.mark.host
 
 
-def test_head_dim_not_supported():
-    with pytest.raises(ValueError, match=r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 192, 256, 512\)"):
-        lb.from_preset("kivi-2", tiny_config("llama", head_dim=48))
-
-
 def test_layers_of_different_head_dim():
     # Gemma 4: its full-attention layers have larger heads than the others
     with pytest.raises(ValueError, match=r"layer 5.*head_dim=48 is not supported"):
@@ -25,18 +20,30 @@ def test_layers_of_different_head_dim():
     assert cache.packed_sizes[5] == (4, 512, 512)
 
 
-def test_encoder_decoder_models():
-    with pytest.raises(ValueError, match="'t5' is an encoder-decoder model"):
-        lb.from_preset("kivi-2", AutoConfig.for_model("t5"))
-
-
 @pytest.mark.parametrize(
-    "config",
-    [tiny_config("mistral", sliding_window=64), AutoConfig.for_model("mamba")],
-    ids=["every layer slides", "every layer is linear"],
+    ("config", "message"),
+    [
+        (
+            tiny_config("llama", head_dim=48),
+            r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 192, 256, 512\)",
+        ),
+        (AutoConfig.for_model("t5"), "'t5' is an encoder-decoder model"),
+        (tiny_config("mistral", sliding_window=64), r"nothing to pack|attention interface"),
+        (AutoConfig.for_model("mamba"), r"nothing to pack|attention interface"),
+        (
+            AutoConfig.for_model("mllama_text_model", num_hidden_layers=3, cross_attention_layers=[1]),
+            "'mllama_text_model' has cross-attention layers",
+        ),
+        (AutoConfig.for_model("deepseek_v3"), "'deepseek_v3' caches a latent"),
+        (
+            AutoConfig.for_model("gemma4_text", use_bidirectional_attention="all"),
+            "use_bidirectional_attention='all' attends in both directions",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
 )
-def test_nothing_to_pack(config):
-    with pytest.raises(ValueError, match=r"nothing to pack|attention interface"):
+def test_configurations_that_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
         lb.from_preset("kivi-2", config)
 
 
@@ -45,17 +52,6 @@ def test_architecture_without_the_attention_interface():
     for given in (config, AutoModelForCausalLM.from_config(config)):
         with pytest.raises(ValueError, match="BloomForCausalLM does not use transformers' attention interface"):
             lb.from_preset("kivi-2", given)
-
-
-def test_cross_attention_models():
-    config = AutoConfig.for_model("mllama_text_model", num_hidden_layers=3, cross_attention_layers=[1])
-    with pytest.raises(ValueError, match="'mllama_text_model' has cross-attention layers"):
-        lb.from_preset("kivi-2", config)
-
-
-def test_latent_attention_models():
-    with pytest.raises(ValueError, match="'deepseek_v3' caches a latent"):
-        lb.from_preset("kivi-2", AutoConfig.for_model("deepseek_v3"))
 
 
 REFUSED = {

@@ -4,12 +4,10 @@
 """
 
 import os
-import zlib
 
-import hypothesis
 import pytest
 from marked import slow_case
-from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Setting, sequences
+from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Setting, for_each, sequences
 from sequences import run
 
 #: sequences of each kind; all together take some fifteen seconds of a CPU
@@ -27,22 +25,7 @@ no_limit_of_long_runs = pytest.mark.timeout(0 if "SEQUENCES" in os.environ else 
 
 
 def explore(kind: str, device: str = "cpu", count: int = COUNT) -> None:
-    """Run `count` sequences, which TEST_SEED and the kind decide."""
-    ran = 0
-
-    @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} {kind}".encode()))
-    @hypothesis.settings(
-        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
-    )
-    @hypothesis.given(sequences())
-    def holds(sequence):
-        nonlocal ran
-        ran += 1
-        run(kind, *sequence, device)
-
-    holds()
-    print(f"{ran} sequences of {kind}")
-    assert ran >= count
+    for_each(sequences(), count, kind, lambda sequence: run(kind, *sequence, device))
 
 
 @no_limit_of_long_runs

@@ -215,11 +215,6 @@ def test_an_assistant_that_reads_the_models_cache_is_refused(gemma):
         lb.cache.attention_function.lowbit_attention(attention, torch.zeros(1, 4, 1, 128), keys, values, None)
 
 
-def test_bidirectional_attention_is_refused():
-    with pytest.raises(ValueError, match="use_bidirectional_attention='all' attends in both directions"):
-        lb.from_preset("dense", AutoConfig.for_model("gemma4_text", use_bidirectional_attention="all"))
-
-
 def test_rows_of_a_pool_share_too():
     """Models of this kind whose layers are all packed."""
     changes = {"layer_types": ["full_attention"] * 4, "num_hidden_layers": 4, "num_kv_shared_layers": 2}

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from cases import FAMILIES, FORMATS, OTHER_WIDTHS, cache_of, left_padded, tiny_models
-from generation_cases import Forced
+from generation_cases import TOLERANCE, Forced
 from marked import slow_case
 from transformers import DynamicCache
 
@@ -26,8 +26,6 @@ MODES = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 4},
     "chunked_prefill": {"prefill_chunk_size": 140},
 }
-#: rounding to fp16 in two layers, seen 1e-3 to 6e-3; a token or a mask that is wrong gives 0.1 and more
-TOLERANCE = 2e-2
 #: kind of cache and backend
 PLACES = list(itertools.product((None, 400), ("triton", "cuda")))
 
@@ -50,13 +48,6 @@ def models(request):
 @pytest.fixture(scope="module")
 def llama():
     return tiny_models("llama")[0].half().cuda()
-
-
-@pytest.fixture(params=["triton", "cuda"])
-def backend(request):
-    if request.param == "cuda":
-        pytest.importorskip("cuda.bindings")
-    return request.param
 
 
 def _prompt(batch):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch._dynamo.utils
-from cases import left_padded, tiny_models
-from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns
+from cases import left_padded
+from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns_after_a_stop
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -16,13 +16,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),  # inductor's own
 ]
-
-
-@pytest.fixture(scope="module")
-def gpu_model():
-    model = tiny_models("llama")[0].cuda()  # in float32: fused 16-bit arithmetic rounds differently
-    yield model
-    lb.release(model)
 
 
 @pytest.fixture(autouse=True)
@@ -118,21 +111,6 @@ def test_gpu_second_turn_after_a_stop(gpu_model):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    results = []
-    for step in ("eager", "compiled"):
-
-        def generate(ids, mask, cache, step=step):
-            kind = {"past_key_values": cache} if cache else {"preset": "kivi-2", "max_cache_len": 512}
-            options = {
-                "return_dict_in_generate": True,
-                "step": step,
-                "eos_token_id": [7, 14, 21],
-                **GREEDY,
-            }
-            inputs = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
-            return lb.generate(gpu_model, inputs, max_new_tokens=80, progress=False, **kind, **options)
-
-        results.append(turns(generate))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
+    results = [turns_after_a_stop(gpu_model, step) for step in ("eager", "compiled")]
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert counters["stats"]["unique_graphs"] == 1

@@ -6,7 +6,18 @@ import mla_cases
 import pytest
 import torch
 from cases import every_preset, left_padded, random_parameters, tiny_models
-from generation_cases import GREEDY, MODES, RECORDED, Collect, StopWatching, Watch, eager, graph_launches, ours, turns
+from generation_cases import (
+    GREEDY,
+    MODES,
+    RECORDED,
+    Collect,
+    StopWatching,
+    Watch,
+    eager,
+    graph_launches,
+    ours,
+    turns_after_a_stop,
+)
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -18,13 +29,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:Warning. Profiler clears events"),
 ]
-
-
-@pytest.fixture(scope="module")
-def gpu_model():
-    model = tiny_models("llama")[0].cuda()
-    yield model
-    lb.release(model)
 
 
 @pytest.fixture
@@ -136,22 +140,7 @@ def test_gpu_streamer(gpu_model):
 
 @pytest.mark.begins_first
 def test_gpu_second_turn_after_a_stop(gpu_model):
-    results = []
-    for step in ("eager", "recorded"):
-
-        def generate(ids, mask, cache, step=step):
-            kind = {"past_key_values": cache} if cache else {"preset": "kivi-2", "max_cache_len": 512}
-            options = {
-                "return_dict_in_generate": True,
-                "eos_token_id": [7, 14, 21],
-                "step": step,
-                "fuse": False,
-                **GREEDY,
-            }
-            inputs = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
-            return lb.generate(gpu_model, inputs, max_new_tokens=80, **kind, **options)
-
-        results.append(turns(generate))
+    results = [turns_after_a_stop(gpu_model, step) for step in ("eager", "recorded")]
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 

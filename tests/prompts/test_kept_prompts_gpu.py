@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import FORMATS, cache_of, tiny_models
 from chat_cases import tokenizer_of, words
+from generation_cases import close
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -18,8 +19,6 @@ from hf_lowbit_kv.cache import saved_cache
 
 pytestmark = [pytest.mark.gpu]
 
-#: rounding to fp16 in two layers, as in test_generate_gpu.py
-TOLERANCE = 2e-2
 WINDOW = {"residual": 128, "page_size": 128}
 DENSE, INT2, INT4, INT6, BOOSTED = (FORMATS[i] for i in (0, 1, 2, 8, 10))
 #: with small differences between the formats, one of them shows what a preallocated cache does
@@ -33,13 +32,6 @@ def model():
     return tiny_models("llama")[0].half().cuda()
 
 
-@pytest.fixture(params=["triton", "cuda"])
-def backend(request):
-    if request.param == "cuda":
-        pytest.importorskip("cuda.bindings")
-    return request.param
-
-
 def named(value):
     return "/".join(value) if isinstance(value, tuple) else {None: "growing", 1024: "preallocated"}.get(value, value)
 
@@ -51,12 +43,6 @@ def logits(model, cache, ids):
         for part in (ids[:-40], *ids[-40:].split(1)):
             found.append(model(part[None].to(model.device), past_key_values=cache).logits[0, -1])
     return torch.stack(found).cpu()
-
-
-def close(found, expected):
-    assert torch.isfinite(found).all()
-    error = (found - expected).float().abs().max() / expected.float().abs().max()
-    assert error < TOLERANCE, float(error)
 
 
 def texts(count=3):

@@ -4,11 +4,10 @@ Free pages and windows of empty slots are NaN all the time. `SEQUENCES=n` runs n
 """
 
 import os
-import zlib
 
-import hypothesis
 import pytest
 from pool_machine import KINDS, Machine, Operation, sequences
+from sequence_operations import for_each
 
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 
@@ -17,25 +16,17 @@ FAST, ALL = 120, 5000
 
 
 def explore(kind: str, count: int) -> int:
-    """Run sequences that TEST_SEED and the kind decide. How many rows began with a shared prefix."""
-    ran = hits = attached = 0
+    """Run sequences. How many rows began with a shared prefix."""
+    machines = []
 
-    @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} pool {kind}".encode()))
-    @hypothesis.settings(
-        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
-    )
-    @hypothesis.given(sequences())
-    def holds(sequence):
-        nonlocal ran, hits, attached
-        ran += 1
+    def run(sequence):
         machine = Machine(kind)
         machine.run(sequence)
-        hits += machine.hits
-        attached += machine.attached
+        machines.append((machine.hits, machine.attached))
 
-    holds()
-    print(f"{ran} sequences of {kind}, {hits} rows with a prefix, {attached} with a kept prompt or a cache")
-    assert ran >= count
+    for_each(sequences(), count, f"pool {kind}", run)
+    hits, attached = map(sum, zip(*machines, strict=True))
+    print(f"{hits} rows with a prefix, {attached} with a kept prompt or a cache")
     assert attached > 0
     return hits
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from cases import FORMATS, cache_of, tiny_models
+from generation_cases import close
 from marked import slow_case
 from pool_cases import Collected, poison, read, steps_on
 
@@ -26,21 +27,12 @@ pytestmark = [pytest.mark.gpu]
 #: tokens of a prompt that are read at a time
 CHUNK = 256
 DEVICE = "cuda"
-#: rounding to fp16 in two layers, as in test_generate_gpu.py
-TOLERANCE = 2e-2
 DENSE, INT2, INT4, INT6, BOOSTED = (FORMATS[i] for i in (0, 1, 2, 8, 10))
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_models("llama")[0].half().cuda()
-
-
-@pytest.fixture(params=["triton", "cuda"])
-def backend(request):
-    if request.param == "cuda":
-        pytest.importorskip("cuda.bindings")
-    return request.param
 
 
 def one_at_a_time(model, cache, text, tokens):
@@ -50,12 +42,6 @@ def one_at_a_time(model, cache, text, tokens):
         for ids in (text, *tokens.split(1)):
             found.append(model(ids[None].cuda(), past_key_values=cache).logits[0, -1])
     return torch.stack(found)
-
-
-def close(found, expected):
-    assert torch.isfinite(found).all()
-    error = (found - expected).float().abs().max() / expected.float().abs().max()
-    assert error < TOLERANCE, float(error)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """Operations on a cache, one after the other: what hypothesis draws, and `sequences.Machine` runs."""
 
+import os
+import zlib
+from collections.abc import Callable
 from typing import NamedTuple
 
+import hypothesis
 import torch
 from cases import FORMATS, every_preset
 from hypothesis import strategies as st
@@ -177,3 +181,22 @@ def sequences() -> st.SearchStrategy[tuple[Setting, list]]:
         seed=st.integers(0, 2**31 - 1),
     )
     return st.tuples(setting, operations())
+
+
+def for_each(drawn: st.SearchStrategy, count: int, name: str, run: Callable) -> None:
+    """Run `count` sequences, which TEST_SEED and the name decide."""
+    ran = 0
+
+    @hypothesis.seed(zlib.crc32(f"{os.environ['TEST_SEED']} {name}".encode()))
+    @hypothesis.settings(
+        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.given(drawn)
+    def holds(sequence):
+        nonlocal ran
+        ran += 1
+        run(sequence)
+
+    holds()
+    print(f"{ran} sequences of {name}")
+    assert ran >= count
