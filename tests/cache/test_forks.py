@@ -19,6 +19,7 @@ from cases import (
     read,
     tiny_models,
 )
+from generation_cases import GREEDY
 from marked import newest_case, slow_case
 from mla_cases import tiny_models as mla_models
 from transformers import DynamicCache
@@ -26,7 +27,6 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 DENSE = {"key_format": "dense", "value_format": "dense"}
 LENGTHS = pytest.mark.parametrize("max_cache_len", [None, 400], ids=["growing", "preallocated"])
 

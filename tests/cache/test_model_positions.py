@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from cases import SMALL_PAGES
 from chat_cases import tokenizer_of, words
 from marked import slow_case
 from tiny_vision import IMAGE_TOKEN, tiny_vision_model
@@ -20,7 +21,6 @@ FAST = ("qwen2_vl", "qwen3_5")
 GREEDY = {"do_sample": False, "pad_token_id": 0, "suppress_tokens": [IMAGE_TOKEN]}
 OPTIONS = {"max_new_tokens": 6, "min_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True, **GREEDY}
 pytestmark = pytest.mark.host
-SMALL = {"page_size": 32, "residual": 32}
 
 
 def prompt_of(model, side, seed=2, tokens=60):
@@ -70,14 +70,14 @@ def read(name, prompt, **options):
     """A model that has read the prompt, and its cache."""
     model = tiny_vision_model(name)
     return model, cache_in(
-        lb.generate(model, **prompt, preset="dense", cache_options=SMALL, max_cache_len=256, **OPTIONS)
+        lb.generate(model, **prompt, preset="dense", cache_options=SMALL_PAGES, max_cache_len=256, **OPTIONS)
     )
 
 
 def other_texts(model):
     """The model reads other texts: one without an image, and one with another image."""
     for side in (0, 4):
-        lb.generate(model, **prompt_of(model, side, seed=5), preset="dense", cache_options=SMALL, **OPTIONS)
+        lb.generate(model, **prompt_of(model, side, seed=5), preset="dense", cache_options=SMALL_PAGES, **OPTIONS)
 
 
 def in_generate(model, text, cache):
@@ -85,7 +85,7 @@ def in_generate(model, text, cache):
 
 
 def in_enabled(model, text, cache):
-    with lb.enable(model, "dense", **SMALL):
+    with lb.enable(model, "dense", **SMALL_PAGES):
         return model.generate(input_ids=text, **as_argument(cache), **OPTIONS)
 
 
@@ -152,7 +152,7 @@ def test_rows():
     rows = [prompt_of(model, side, seed=side, tokens=70 - side * side) for side in (2, 6)]
     prompt = {key: torch.cat([row[key] for row in rows]) for key in rows[0]}
     model.set_attn_implementation({"": lb.ATTENTION_NAME, "text_config": lb.ATTENTION_NAME, "vision_config": "sdpa"})
-    cache = lb.from_preset("dense", model, **SMALL)
+    cache = lb.from_preset("dense", model, **SMALL_PAGES)
     model.generate(**prompt, **as_argument(cache), max_new_tokens=3, **GREEDY)
     deltas = model.model.rope_deltas[:, 0].tolist()
     assert len(set(deltas)) == 2
@@ -168,7 +168,7 @@ def test_rows():
 def test_sequences_of_a_row_share_its_positions():
     model = tiny_vision_model("qwen2_vl")
     options = {**OPTIONS, "do_sample": True, "num_return_sequences": 2}
-    out = lb.generate(model, **prompt_of(model, 6), preset="dense", cache_options=SMALL, **options)
+    out = lb.generate(model, **prompt_of(model, 6), preset="dense", cache_options=SMALL_PAGES, **options)
     (values,) = cache_in(out).positions.values.values()
     assert values.tolist() == model.model.rope_deltas.tolist() * 2
 
@@ -176,7 +176,7 @@ def test_sequences_of_a_row_share_its_positions():
 def test_a_chat_beside_a_text_with_an_image():
     """A model whose turns are kept in a prefix store, because its recurrent layers cannot go back."""
     model, tokenizer = tiny_vision_model("qwen3_5"), tokenizer_of()
-    options = {"max_length": 512, "max_new_tokens": 5, "cache_options": SMALL, **GREEDY}
+    options = {"max_length": 512, "max_new_tokens": 5, "cache_options": SMALL_PAGES, **GREEDY}
     chats = [lb.Chat(model, tokenizer, "dense", **options) for _ in range(2)]
     answers = []
     for chat, disturbed in zip(chats, (False, True), strict=True):
@@ -193,12 +193,14 @@ def test_a_chat_beside_a_text_with_an_image():
 def test_a_kept_prompt_has_its_positions(tmp_path):
     model = tiny_vision_model("qwen2_vl")
     prompt = prompt_of(model, 6)
-    cache = cache_in(lb.generate(model, **prompt, preset="dense", cache_options=SMALL, max_cache_len=256, **OPTIONS))
+    cache = cache_in(
+        lb.generate(model, **prompt, preset="dense", cache_options=SMALL_PAGES, max_cache_len=256, **OPTIONS)
+    )
     ids = cache.text[0].cpu()
     for store in (lb.PrefixStore("1GB"), lb.PrefixStore("1kB", folder=tmp_path)):
         store.add(cache, [ids])
         other_texts(model)
-        new = lb.from_preset("dense", model, max_cache_len=256, **SMALL)
+        new = lb.from_preset("dense", model, max_cache_len=256, **SMALL_PAGES)
         assert store.restore(new, [torch.cat([ids, ids[:5]])]).tokens == len(ids)
         assert {key: x.tolist() for key, x in new.positions.values.items()} == {
             key: x.tolist() for key, x in cache.positions.values.items()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import left_padded, tiny_config, tiny_models
+from cases import SMALL_PAGES, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends.choice import storage_spec
@@ -12,7 +12,7 @@ from hf_lowbit_kv.formats.records import Parameter
 
 pytestmark = pytest.mark.host
 
-PAGES = {"page_size": 32, "residual": 32}
+
 LAYERS = 4
 
 
@@ -29,7 +29,7 @@ KIVI = "int2-channel/int2-token"
 
 
 def test_a_mapping_with_indices_from_both_ends(model):
-    cache = lb.from_preset("kivi-2", model, per_layer={0: "dense", -1: "kv8"}, **PAGES)
+    cache = lb.from_preset("kivi-2", model, per_layer={0: "dense", -1: "kv8"}, **SMALL_PAGES)
     assert stored(cache) == ["dense/dense", KIVI, KIVI, "int8-token/int8-token"]
     assert f"{cache.spec.key_format}/{cache.spec.value_format}" == KIVI
 
@@ -51,7 +51,7 @@ def test_a_mapping_with_indices_from_both_ends(model):
     ids=str,
 )
 def test_the_summary_names_the_layers_that_differ(model, per_layer, rows):
-    cache = lb.from_preset("kivi-2", model, per_layer=per_layer, **PAGES)
+    cache = lb.from_preset("kivi-2", model, per_layer=per_layer, **SMALL_PAGES)
     for layer in cache.packed_layers:
         layer.spec = storage_spec(layer.spec, "cuda")  # as once it has tokens on a GPU
     lines = (line.strip("│").split("│") for line in cache.summary().splitlines() if line.startswith("│"))
@@ -62,7 +62,7 @@ def test_the_summary_names_the_layers_that_differ(model, per_layer, rows):
 
 def test_options_change_what_they_name(model):
     options = {"value_format": "int4-token", "sink": 8, "value_transform": "hadamard"}
-    cache = lb.from_preset("kivi-2-hadamard", model, per_layer={2: options}, **PAGES)
+    cache = lb.from_preset("kivi-2-hadamard", model, per_layer={2: options}, **SMALL_PAGES)
     spec = cache.packed_layers[2].spec
     assert stored(cache) == [KIVI, KIVI, "int2-channel/int4-token", KIVI]
     assert (spec.sink, str(spec.key_transform), str(spec.value_transform)) == (8, "hadamard", "hadamard")
@@ -70,7 +70,7 @@ def test_options_change_what_they_name(model):
 
 
 def test_a_preset_brings_its_window_and_keeps_the_page_size(model):
-    cache = lb.from_preset("kivi-2", model, per_layer={1: "kitty-hadamard"}, **PAGES)
+    cache = lb.from_preset("kivi-2", model, per_layer={1: "kitty-hadamard"}, **SMALL_PAGES)
     spec = cache.packed_layers[1].spec
     assert (spec.sink, spec.residual, spec.page_size, str(spec.key_transform)) == (32, 128, 32, "hadamard")
 
@@ -80,7 +80,7 @@ def test_a_function(model):
         assert config.num_hidden_layers == LAYERS
         return "kv8" if index >= config.num_hidden_layers // 2 else None
 
-    cache = lb.from_preset("kivi-2", model, per_layer=choose, **PAGES)
+    cache = lb.from_preset("kivi-2", model, per_layer=choose, **SMALL_PAGES)
     assert stored(cache) == [KIVI, KIVI, *["int8-token/int8-token"] * 2]
 
 
@@ -93,7 +93,7 @@ def test_dense_layers_are_the_shorthand(model):
 
 def test_indices_count_layers_of_every_kind():
     config = tiny_config("gemma3_text")  # layer 0 slides
-    cache = lb.from_preset("kivi-2", config, per_layer={-1: "kv8"}, **PAGES)
+    cache = lb.from_preset("kivi-2", config, per_layer={-1: "kv8"}, **SMALL_PAGES)
     assert stored(cache) == ["int8-token/int8-token"]
     with pytest.raises(
         ValueError, match=r"per_layer has the index 0, which is not a full-attention layer.*allowed: \[1\]"
@@ -107,7 +107,7 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
     ids, mask = left_padded(2, 90)
     generate = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     per_layer = {0: {"sink": 8}, 1: {"residual": 0}, -1: {"transform": "hadamard", "value_transform": "hadamard"}}
-    options = {"per_layer": per_layer, "max_cache_len": max_cache_len, **PAGES}
+    options = {"per_layer": per_layer, "max_cache_len": max_cache_len, **SMALL_PAGES}
     want = model.generate(ids, **generate)
     assert torch.equal(model.generate(ids, past_key_values=lb.from_preset("dense", model, **options), **generate), want)
     if max_cache_len is None:
@@ -172,7 +172,7 @@ def smooth_parameters(head_dim=64, heads=2):
 
 def test_parameters_are_counted_shared_and_kept(model):
     given = smooth_parameters()
-    options = {"transform": "smooth+hadamard", "parameters": given, **PAGES}
+    options = {"transform": "smooth+hadamard", "parameters": given, **SMALL_PAGES}
     cache = lb.from_preset("kivi-4", model, **options)
     ids, _ = left_padded(1, 80)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_an_object_that_knows_each_layer(model):
     ids, _ = left_padded(1, 80)
     logits = []
     for parameters in (File(), smooth_parameters()):
-        cache = lb.from_preset("kivi-2", model, transform="smooth", parameters=parameters, **PAGES)
+        cache = lb.from_preset("kivi-2", model, transform="smooth", parameters=parameters, **SMALL_PAGES)
         with torch.no_grad():
             logits.append(model(ids, past_key_values=cache).logits)
     assert torch.equal(*logits)

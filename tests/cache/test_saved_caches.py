@@ -12,7 +12,19 @@ import peft
 import pytest
 import torch
 import xxhash
-from cases import FORMATS, SMALL_PAGES, Counted, cache_of, continued, filled, left_padded, read, some_slow, tiny_models
+from cases import (
+    FORMATS,
+    SMALL_PAGES,
+    Counted,
+    cache_of,
+    calibration_of,
+    continued,
+    filled,
+    left_padded,
+    read,
+    some_slow,
+    tiny_models,
+)
 from mla_cases import tiny_models as mla_models
 from processes import at_once
 from transformers import DynamicCache
@@ -20,8 +32,6 @@ from transformers import DynamicCache
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.cache import saved_cache
-from hf_lowbit_kv.cache.packed_layers import packed_sizes
-from hf_lowbit_kv.calibration_files import model_description
 from hf_lowbit_kv.formats import core_matrices, fragment
 
 LENGTHS = [(None, None), (None, 500), (400, None), (400, 500)]
@@ -263,13 +273,9 @@ def test_a_preset_is_what_it_stores(model, tmp_path):
 
 def _calibrations(model):
     """Two, which differ in one number of the last layer."""
-    found = []
-    for change in (0.0, 1e-3):
-        tensors = {f"layers.{layer}.keys.smooth.factors": torch.linspace(0.5, 2, 128).view(2, 64) for layer in range(2)}
-        tensors["layers.1.keys.smooth.factors"] = tensors["layers.1.keys.smooth.factors"].clone()
-        tensors["layers.1.keys.smooth.factors"][1, 5] += change
-        found.append(lb.Calibration(tensors, model_description.describe_model(model, packed_sizes(model))))
-    return found
+    one, other = calibration_of(model), calibration_of(model)
+    other.tensors["layers.1.keys.smooth.factors"][1, 5] += 1e-3
+    return one, other
 
 
 def test_another_calibration(model, tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import left_padded, tiny_models
+from cases import calibration_of, left_padded, tiny_models
 from generation_cases import GREEDY, SMALL_PAGES
 from processes import at_once
 from safetensors import safe_open
@@ -33,12 +33,6 @@ def folder(monkeypatch, tmp_path):
     path = tmp_path / "own" / "calibrations"
     path.mkdir(parents=True)
     return path
-
-
-def calibration_of(model, number=1.0) -> lb.Calibration:
-    factors = torch.linspace(0.5, 2, 128).view(2, 64) * number
-    tensors = {f"layers.{layer}.keys.smooth.factors": factors.clone() for layer in range(2)}
-    return lb.Calibration(tensors, describe_model(model, packed_sizes(model)))
 
 
 def first_factor(cache) -> float:

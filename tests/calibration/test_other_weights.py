@@ -6,7 +6,7 @@ import importlib.util
 import peft
 import pytest
 import torch
-from cases import left_padded, tiny_config, tiny_models
+from cases import calibration_of, left_padded, tiny_config, tiny_models
 from chat_cases import tokenizer_of
 from generation_cases import GREEDY, SMALL_PAGES
 from mla_cases import tiny_models as tiny_mla
@@ -33,12 +33,6 @@ def _alone(monkeypatch, tmp_path):
 
 def described(model):
     return describe_model(model, packed_sizes(model))
-
-
-def calibration_of(model, number=1.0) -> lb.Calibration:
-    factors = torch.linspace(0.5, 2, 128).view(2, 64) * number
-    tensors = {f"layers.{layer}.keys.smooth.factors": factors.clone() for layer in packed_sizes(model)}
-    return lb.Calibration(tensors, described(model))
 
 
 def attention_of(model, index):

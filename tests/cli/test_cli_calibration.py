@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import tiny_models
+from cases import calibration_of, factors, tiny_models
 from command_line import call, commands
 from number_text import Numbers
 from safetensors import SafetensorError, safe_open
@@ -48,11 +48,6 @@ def text(tmp_path):
 @pytest.fixture(scope="module")
 def model():
     return tiny_models("llama")[0]
-
-
-def calibration_of(model, number=1.0) -> lb.Calibration:
-    tensors = {f"layers.{layer}.keys.smooth.factors": torch.full((2, 64), number) for layer in range(2)}
-    return lb.Calibration(tensors, describe_model(model, packed_sizes(model)))
 
 
 def other_of(model) -> lb.Calibration:
@@ -123,7 +118,7 @@ def test_damaged_files_of_other_models_do_not_matter(calibrate, model, model_fol
     made = calibration_of(model)
     calibrate(lambda: made, model="model")
     path = calibration_lookup.user_file(made.model)
-    assert torch.equal(lb.Calibration.load(path).tensors["layers.0.keys.smooth.factors"], torch.ones(2, 64))
+    assert torch.equal(lb.Calibration.load(path).tensors["layers.0.keys.smooth.factors"], factors())
 
 
 def test_the_bundled_models_name_is_known_before_it_is_converted(before_loading, user_folder):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from cases import left_padded, tiny_models
 from fake_graph import in_place_of_graphs
+from generation_cases import GREEDY
 from transformers import DynamicCache, GenerationConfig
 from transformers.distributed import DistributedConfig
 
@@ -15,7 +16,6 @@ from hf_lowbit_kv.cache.cache_argument import cache_in
 from hf_lowbit_kv.generation import prefill
 from hf_lowbit_kv.generation.prefill import GRANULE, Need
 
-GREEDY = {"do_sample": False, "pad_token_id": 0}
 TOKENS = 900
 
 

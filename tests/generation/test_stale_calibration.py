@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import left_padded, read, tiny_models
+from cases import calibration_of, factors, left_padded, read, tiny_models
 from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY, SMALL_PAGES
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.packed_layers import packed_sizes
-from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup, model_description
+from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.generation import kept_caches
 from hf_lowbit_kv.storage import content_digests, process_stamps
 
@@ -29,15 +28,6 @@ def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
     monkeypatch.setattr(process_stamps, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
-
-
-def factors(number: float) -> torch.Tensor:
-    return torch.linspace(0.5, 2, 128).view(2, 64) * number
-
-
-def calibration_of(model, number: float) -> lb.Calibration:
-    tensors = {f"layers.{layer}.keys.smooth.factors": factors(number) for layer in range(2)}
-    return lb.Calibration(tensors, model_description.describe_model(model, packed_sizes(model)))
 
 
 def written(model, tokens=60, **options) -> lb.LowBitCache:

@@ -175,9 +175,8 @@ def test_weights_are_never_stale():
     cache.reset()
     expected = theirs.generate(**inputs, **tokens)
     assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
-    for model in (ours, theirs):  # what merging an adapter does
-        for attention in attentions(model):
-            attention.kv_b_proj.weight.data.add_(torch.eye(*attention.kv_b_proj.weight.shape))
+    for attention in attentions(ours) + attentions(theirs):  # what merging an adapter does
+        attention.kv_b_proj.weight.data.add_(torch.eye(*attention.kv_b_proj.weight.shape))
     cache.reset()
     assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), theirs.generate(**inputs, **tokens))
     ours.to(torch.float64), theirs.to(torch.float64)
@@ -188,31 +187,28 @@ def test_weights_are_never_stale():
 def test_quantized_layers_are_dequantized_once_and_adapters_at_every_step():
     ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
     inputs, tokens = prompt(), {"max_new_tokens": 8, **GREEDY}
-    for model in (ours, theirs):
-        for attention in attentions(model):
-            attention.kv_b_proj = Int8Linear(attention.kv_b_proj)
+    for attention in attentions(ours) + attentions(theirs):
+        attention.kv_b_proj = Int8Linear(attention.kv_b_proj)
     expected = theirs.generate(**inputs, **tokens)
     cache = lb.from_preset("mla", ours, **SMALL_PAGES)
     Int8Linear.calls = 0
     assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
     layers = len(attentions(ours))
     assert Int8Linear.calls == 2 * layers, "the prompt, and one dequantization"
-    for model in (ours, theirs):
-        for attention in attentions(model):
-            attention.kv_b_proj.scale.mul_(-1.5)
+    for attention in attentions(ours) + attentions(theirs):
+        attention.kv_b_proj.scale.mul_(-1.5)
     cache.reset()
     expected = theirs.generate(**inputs, **tokens)
     assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
 
     ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
-    for model in (ours, theirs):
-        for attention in attentions(model):
-            attention.kv_b_proj = Adapted(attention.kv_b_proj)
+    layers = attentions(ours) + attentions(theirs)
+    for attention in layers:
+        attention.kv_b_proj = Adapted(attention.kv_b_proj)
     cache = lb.from_preset("mla", ours, **SMALL_PAGES)
     for on in (True, False):
-        for model in (ours, theirs):
-            for attention in attentions(model):
-                attention.kv_b_proj.on = on
+        for attention in layers:
+            attention.kv_b_proj.on = on
         cache.reset()
         expected = theirs.generate(**inputs, **tokens)
         assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)

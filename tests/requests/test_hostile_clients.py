@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
+from processes import free_port
 from served_here import ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
 
 from hf_lowbit_kv.requests.server import answer_text, clients, handlers, openai_server
@@ -256,9 +257,7 @@ def test_a_loop_that_cannot_go_on_ends_the_server(folder, monkeypatch, caplog):
         except RuntimeError as error:
             errors.append(error)
 
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        free = each.getsockname()[1]
+    free = free_port()
     monkeypatch.setattr(openai_server, "RequestLoop", Loop)
     thread = threading.Thread(target=run)
     thread.start()

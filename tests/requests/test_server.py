@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from cases import tiny_models
+from processes import free_port
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -56,10 +57,7 @@ class ServerProcess:
     """A server process and a client of it."""
 
     def __init__(self, folder: Path, *options: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.model = folder.name
+        self.port, self.model = free_port(), folder.name
         command = ["serve", "--model", str(folder), "--port", str(self.port), "--host", "127.0.0.1", "--device", "cpu"]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hf_lowbit_kv", *command, *options],
@@ -335,9 +333,7 @@ def two(folder):
 def balanced(two, tmp_path):
     """A client of Caddy with the configuration of the page, in front of both servers."""
     page = (Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text(encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     config = re.search(r"^```text\n(:8000 .*?)^```", page, re.DOTALL | re.MULTILINE)[1]
     for documented, real in (("8000", port), ("8001", two[0].port), ("8002", two[1].port)):
         assert config.count(f":{documented} ") == 1

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import FORMATS, cache_of, left_padded, tiny_config, tiny_models
+from cases import FORMATS, SMALL_PAGES, cache_of, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
@@ -15,7 +15,6 @@ from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import hadamard, rotated
 
-PAGES = {"page_size": 32, "residual": 32}
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
 
 
@@ -198,7 +197,7 @@ def test_dense_pages_give_the_tokens_without_it(family, options):
     ours, _ = tiny_models(family)
     ids, mask = left_padded(2, 100)
     generate = {**GREEDY, "attention_mask": mask}
-    options = {**PAGES, **options}
+    options = {**SMALL_PAGES, **options}
     if beams := options.pop("num_beams", None):
         generate["num_beams"] = beams
     want, got = (
@@ -218,7 +217,7 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
     """Page by page: the encoding of transformed keys, whatever pieces they came in."""
     ours, _ = llama
     ids, _ = left_padded(1, 120)
-    caches = [cache_of(ours, formats, transform=name, sink=4, **PAGES) for name in ("none", "hadamard")]
+    caches = [cache_of(ours, formats, transform=name, sink=4, **SMALL_PAGES) for name in ("none", "hadamard")]
     with torch.no_grad():
         for cache in caches:
             ours(ids, past_key_values=cache)
@@ -231,7 +230,7 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
     assert torch.equal(stored[:, :, window], turned(plain)[:, :, window])
     store = caches[1].packed_layers[0].store
     fmt, tensors = store.spec.key_format, store.spec.tensors(store.state)["key_format"]
-    exact = lb.LowBitCache(ours, "dense", "dense", sink=4, **PAGES)
+    exact = lb.LowBitCache(ours, "dense", "dense", sink=4, **SMALL_PAGES)
     with torch.no_grad():
         ours(ids, past_key_values=exact)
     page = turned(_stored_keys(exact, 120))[:, :, 4:36]
@@ -243,7 +242,7 @@ def test_what_is_stored_is_transformed_keys(llama, formats):
 def test_other_attention_implementations_get_keys_back(llama):
     ours, theirs = (copy.deepcopy(model) for model in llama)
     ids, _ = left_padded(1, 100)
-    options = {"transform": "hadamard", **PAGES}
+    options = {"transform": "hadamard", **SMALL_PAGES}
     want = ours.generate(ids, past_key_values=lb.from_preset("kivi-4", ours, **options), **GREEDY)
     theirs.set_attn_implementation("sdpa")
     got = theirs.generate(ids, past_key_values=lb.from_preset("kivi-4", theirs, **options), **GREEDY)
@@ -263,7 +262,7 @@ def test_other_attention_implementations_get_keys_back(llama):
 def test_crop_is_exact_within_the_residual(llama, preset, max_cache_len):
     ours, _ = llama
     ids, _ = left_padded(1, 101)
-    caches = [lb.from_preset(preset, ours, max_cache_len=max_cache_len, **PAGES) for _ in range(2)]
+    caches = [lb.from_preset(preset, ours, max_cache_len=max_cache_len, **SMALL_PAGES) for _ in range(2)]
     with torch.no_grad():
         for cache in caches:
             ours(ids[:, :100], past_key_values=cache)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
+from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 
@@ -197,6 +198,18 @@ def random_parameters(model, spec):
         }
         for layer, (heads, first, second) in packed_sizes(model).items()
     }
+
+
+def factors(number: float = 1.0) -> torch.Tensor:
+    """`[H, D]`, the factors of a layer's keys: other numbers, other factors."""
+    return torch.linspace(0.5, 2, 128).view(2, 64) * number
+
+
+def calibration_of(model, number: float = 1.0) -> lb.Calibration:
+    """Of the transform `smooth` for keys, with the same factors in each layer."""
+    sizes = packed_sizes(model)
+    tensors = {f"layers.{layer}.keys.smooth.factors": factors(number) for layer in sizes}
+    return lb.Calibration(tensors, describe_model(model, sizes))
 
 
 def cache_of(model, formats, **options):

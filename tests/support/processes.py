@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,13 @@ from typing import Any
 import torch
 
 SECONDS = 120
+
+
+def free_port() -> int:
+    """Of this machine. Another process may take it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def at_once(*functions: Callable[[], None]) -> None:

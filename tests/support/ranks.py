@@ -1,13 +1,13 @@
 """Several processes that talk through gloo on this machine, as `torchrun` starts them."""
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from processes import free_port
 from torch import multiprocessing
 
 #: seconds after which processes that do not end count as hanging
@@ -25,9 +25,7 @@ def run_ranks(function: Callable[..., None], count: int, *args: Any, patience: f
     Raises:
         TimeoutError: they have not ended in time. They are killed then.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     # forks of one process that has imported everything: an import takes a rank longer than most of what it is started for
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
