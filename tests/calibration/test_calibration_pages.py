@@ -161,7 +161,6 @@ def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
 
 
 def test_keys_that_are_equal_inside_a_page_do_not_vary():
-    """Keys that are equal inside each page of 64 do not vary around its mean."""
     keys = torch.randn(1, 2, 8, 64).repeat_interleave(64, 2)
     for page_size, varies in ((32, False), (64, False), (128, True)):
         calibrator = EigenCalibrator(None, 64, 2, None, page_size)

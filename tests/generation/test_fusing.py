@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import left_padded, tiny_models
 from fake_graph import FakeGraph
-from generation_cases import ours
+from generation_cases import FUSED, ours
 from interpreted import run_part
 from torch import nn
 
@@ -28,23 +28,11 @@ from hf_lowbit_kv.triton_kernels import common, fused_products
 
 pytestmark = pytest.mark.host
 
-#: family -> what is fused, and of how many: norms, rotary, gate, products
-FOUND = {
-    "llama": "norms 5/5, rotary 2/2, gate 2/2, products 4/4",
-    "qwen2": "norms 5/5, rotary 2/2, gate 2/2, products 4/4",
-    "qwen3": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
-    "phi3": "norms 5/5, rotary 2/2, gate 2/2",
-    "gemma2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
-    "gemma3_text": "norms 13/13, rotary 2/2, gate 2/2, products 4/4",
-    "gpt_oss": "norms 5/5, rotary 2/2, products 2/2",
-    "gemma4_text": "norms 34/34, gate 5/5, products 6/6",
-    "mimo_v2_flash": "norms 5/5, rotary 2/2, gate 1/1, products 3/3",
+#: with the reasons why others are not fused
+FOUND = FUSED | {
     "glm4": "norms 9/9, rotary 0/2 (PAIRS), gate 2/2, products 2/2",
     "cohere": "norms 0/3 (layers.0.input_layernorm and 2 more: no RMS norm), rotary 0/2 (PAIRS), gate 2/2, products 4/4",
-    "olmo2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
-    "qwen3_moe": "norms 9/9, rotary 2/2, products 2/2",
     "deepseek_v3": "norms 9/9, rotary 0/2 (PAIRS), gate 2/2, products 4/4",
-    "qwen3_next": "norms 7/7, rotary 1/1, gate 2/2, products 3/3",
 }
 PAIRS = "layers.0.self_attn and 1 more: pairs are no halves"
 
@@ -278,6 +266,10 @@ def reasons(model):
     return {(each.kind, each.name): each.reason for each in find_pieces(model) if isinstance(each, Unfused)}
 
 
+def gates(model):
+    return [each.name for each in find_pieces(model) if isinstance(each, Piece) and each.kind == "gate"]
+
+
 def _hook(model):
     model.model.norm.register_forward_hook(lambda *_: None)
     model.model.layers[0].self_attn.v_proj.register_forward_pre_hook(lambda *_: None)
@@ -355,8 +347,7 @@ def _clamped(model):
 def test_what_stays_plain(model, change, expected):
     change(model)
     assert reasons(model) == expected
-    gates = [each.name for each in find_pieces(model) if isinstance(each, Piece) and each.kind == "gate"]
-    assert ("layers.0.mlp" in gates) == (change not in (_compiled, _clamped))
+    assert ("layers.0.mlp" in gates(model)) == (change not in (_compiled, _clamped))
 
 
 def test_layers_of_one_class_that_differ_in_a_number(model):
@@ -373,8 +364,7 @@ def test_layers_of_one_class_that_differ_in_a_number(model):
     for index, layer in enumerate(model.model.layers):
         layer.mlp.__class__, layer.mlp.limit = Clamped, [float("inf"), 100.0][index]
         layer.input_layernorm.__class__, layer.input_layernorm.centered = Centered, index == 1
-    gates = [each.name for each in find_pieces(model) if isinstance(each, Piece) and each.kind == "gate"]
-    assert gates == ["layers.0.mlp"]
+    assert gates(model) == ["layers.0.mlp"]
     assert reasons(model) == {("norms", "layers.1.input_layernorm"): "no RMS norm"}
 
 
@@ -389,8 +379,7 @@ def test_activations_of_one_class_that_differ_in_a_number(model):
 
     for layer, limit in zip(model.model.layers, (float("inf"), 100.0), strict=True):
         layer.mlp.act_fn = Clipped(limit).eval()
-    gates = [each.name for each in find_pieces(model) if isinstance(each, Piece) and each.kind == "gate"]
-    assert gates == ["layers.0.mlp"]
+    assert gates(model) == ["layers.0.mlp"]
 
 
 def test_what_keeps_the_whole_model_plain(model):

@@ -4,7 +4,7 @@ import mla_cases
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from generation_cases import Forced, graph_launches, ours
+from generation_cases import FUSED, Forced, graph_launches, ours
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -15,24 +15,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:Warning. Profiler"),
 ]
 
-#: family -> pieces that are fused in 16 bits
-FUSED = {
-    "llama": "norms 5/5, rotary 2/2, gate 2/2, products 4/4",
-    "qwen2": "norms 5/5, rotary 2/2, gate 2/2, products 4/4",
-    "qwen3": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
-    "phi3": "norms 5/5, rotary 2/2, gate 2/2",
-    "gemma2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
-    "gemma3_text": "norms 13/13, rotary 2/2, gate 2/2, products 4/4",
-    "gpt_oss": "norms 5/5, rotary 2/2, products 2/2",
-    "gemma4_text": "norms 34/34, gate 5/5, products 6/6",
-    "mimo_v2_flash": "norms 5/5, rotary 2/2, gate 1/1, products 3/3",
-    "glm4": "gate 2/2, products 2/2",
-    "cohere": "gate 2/2, products 4/4",
-    "olmo2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
-    "qwen3_moe": "norms 9/9, rotary 2/2, products 2/2",
-    "deepseek_v3": "gate 2/2, products 4/4",
-    "qwen3_next": "norms 7/7, rotary 1/1, gate 2/2, products 3/3",
-}
 TOKENS = 64
 
 

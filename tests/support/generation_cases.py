@@ -27,6 +27,25 @@ RECORDED = (
     *("qwen3_next", "lfm2"),
 )
 
+#: family -> pieces of a step that are fused in 16 bits, and of how many: norms, rotary, gate, products
+FUSED = {
+    "llama": "norms 5/5, rotary 2/2, gate 2/2, products 4/4",
+    "qwen2": "norms 5/5, rotary 2/2, gate 2/2, products 4/4",
+    "qwen3": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
+    "phi3": "norms 5/5, rotary 2/2, gate 2/2",
+    "gemma2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
+    "gemma3_text": "norms 13/13, rotary 2/2, gate 2/2, products 4/4",
+    "gpt_oss": "norms 5/5, rotary 2/2, products 2/2",
+    "gemma4_text": "norms 34/34, gate 5/5, products 6/6",
+    "mimo_v2_flash": "norms 5/5, rotary 2/2, gate 1/1, products 3/3",
+    "glm4": "gate 2/2, products 2/2",
+    "cohere": "gate 2/2, products 4/4",
+    "olmo2": "norms 9/9, rotary 2/2, gate 2/2, products 4/4",
+    "qwen3_moe": "norms 9/9, rotary 2/2, products 2/2",
+    "deepseek_v3": "gate 2/2, products 4/4",
+    "qwen3_next": "norms 7/7, rotary 1/1, gate 2/2, products 3/3",
+}
+
 
 class StopAt(StoppingCriteria):
     """All rows stop once they are so long."""
