@@ -7,11 +7,12 @@ continues. Names and scales of active adapters are compared, and numbers of the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from ..calibration_files.model_description import MadeFor, describe_model
 from ..calibration_files.weight_sums import attention_modules
 from ..storage.content_digests import Samples, adapters_in, first_difference
 from ..storage.process_stamps import Unstamped
@@ -133,6 +134,31 @@ class FilledBy(NamedTuple):
 
     def __reduce__(self):
         return FilledBy, (None,)
+
+
+class Calibrated(NamedTuple):
+    """The model that a cache's calibration was made for, and the cache's model when it was last compared with that one."""
+
+    made_for: MadeFor
+    compared: Look | None
+    """`None`: the cache was made from a configuration"""
+
+    def check(self, now: Look, model: Any, sizes: Mapping[int, tuple[int | None, ...]]) -> Calibrated:
+        """Compare the model with the calibration's, if it has changed. Waits for the device.
+
+        Args:
+            now: the model's present state. sizes: by packed layer, as for `describe_model`.
+
+        Raises:
+            ValueError: the calibration was not made for the model as it is.
+        """
+        if self.compared is not None and self.compared.difference(now) is None:
+            return self
+        self.made_for.check(describe_model(model, sizes))
+        return Calibrated(self.made_for, now)
+
+    def __reduce__(self):
+        return Calibrated, (self.made_for, None)
 
 
 def look_at(model: Any, layers: Iterable[int]) -> Look:

@@ -29,7 +29,7 @@ from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import check_choice, one_of, unknown_option
-from .filled_by import FilledBy, Look, ModelRef, another_model, look_at
+from .filled_by import Calibrated, FilledBy, Look, ModelRef, another_model, look_at
 from .implementation import warn_if_dense
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
@@ -148,8 +148,9 @@ class LowBitCache(Cache, PushToHubMixin):
         sizes = stream_sizes(config, model_sides)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
         self.calibration_remark: str | None = None
+        made_for = None
         if parameters is None:
-            parameters, self.calibration_remark = calibration_lookup.parameters_for(
+            parameters, self.calibration_remark, made_for = calibration_lookup.parameters_for(
                 calibration, model_or_config, specs, self.packed_sizes, preset, allow_other_weights
             )
         elif calibration is not None:
@@ -177,6 +178,10 @@ class LowBitCache(Cache, PushToHubMixin):
         rope = length_rope(config)
         self.read_lengths = None if rope is None else ReadLengths(rope)
         self.positions = ModelPositions()
+        self._calibrated: Calibrated | None = None
+        # `lb.generate`, which borrows, compares in each call
+        if made_for and not (allow_other_weights or isinstance(calibration, calibration_lookup.Borrowed)):
+            self._calibrated = Calibrated(made_for, self._look())
         warn_of_drop(model_or_config)
 
     #: how its latest decoding steps ran, where they were recorded; for `summary()`
@@ -587,7 +592,10 @@ class LowBitCache(Cache, PushToHubMixin):
         if not first.first_packed:  # the pool knows which texts its rows hold
             return
         if first.length.at_least == 0 or first.filled_by is None:
-            first.filled_by = FilledBy(self._look())
+            look = self._look()
+            if self._calibrated is not None and look is not None:
+                self._calibrated = self._calibrated.check(look, self.model.alive(), self.packed_sizes)
+            first.filled_by = FilledBy(look)
         elif tokens > 1 and first.filled_by.running is None:  # otherwise the attention function knows the running model
             self.check_model()
 

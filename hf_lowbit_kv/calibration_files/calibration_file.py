@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from ..storage.content_digests import digest
 from .calibration_card import push_to_hub
-from .model_description import ACCEPTING, check_description, difference
+from .model_description import MadeFor, check_description, difference
 
 #: version of the content; files of other versions are rejected. In version 1, keys of `eigen` had no center, and pages of
 #: `static` had 8-bit means. Files of version 1 without such tensors are accepted
@@ -194,19 +194,15 @@ class Calibration:
                     "together, or write another file"
                 )
 
-    def check(self, model: Mapping[str, Any], allow_other_weights: bool = False) -> None:
-        """Raise `ValueError` if the calibration was not made for `model` (`describe_model`).
+    @property
+    def made_for(self) -> MadeFor:
+        """The model that it was made for."""
+        return MadeFor(self.model, f"calibration{self._where()}")
 
-        Args:
-            allow_other_weights: whether other weights of the same sizes are accepted.
-        """
-        if (reason := difference(self.model, model, allow_other_weights)) is None:
-            return
-        other = "another model" if difference(self.model, model, other_weights=True) else "other weights"
-        raise ValueError(
-            f"calibration{self._where()} was made for {other} ({self.model['name']}): {reason}"
-            + (f"; {ACCEPTING}" if other == "other weights" else "")
-        )
+    def check(self, model: Mapping[str, Any], allow_other_weights: bool = False) -> None:
+        """Raise `ValueError` if the calibration was not made for `model` (`describe_model`). allow_other_weights: whether
+        other weights of the same sizes are accepted."""
+        self.made_for.check(model, allow_other_weights)
 
     def _where(self) -> str:
         return f"={self.path!r}" if self.path else ""

@@ -19,7 +19,7 @@ from ..presets import PAPER_PRESETS, get_preset, preset_names
 from ..storage.process_stamps import ReadOnce, converted
 from . import weight_sums
 from .calibration_file import Calibration, find_file, opened
-from .model_description import ACCEPTING, describe_model, difference, marks_difference, weights_difference
+from .model_description import ACCEPTING, MadeFor, describe_model, difference, marks_difference, weights_difference
 
 T = TypeVar("T")
 #: calibrations loaded for caches; descriptions of models in files
@@ -138,10 +138,12 @@ class _WrongTensorError(ValueError):
 
 
 class CalibratedParameters(NamedTuple):
-    """Tensors by layer and full name (`LayerSpec.parameters`), and a remark for `summary()`."""
+    """Tensors by layer and full name (`LayerSpec.parameters`), a remark for `summary()`, and the model that the calibration
+    was made for."""
 
     tensors: dict[int, dict[str, torch.Tensor]]
     remark: str | None = None
+    made_for: MadeFor | None = None
 
 
 def parameters_for(
@@ -177,15 +179,15 @@ def parameters_for(
         loaded = calibration if isinstance(calibration, Calibration) else load(calibration)
         loaded.check(model, allow_other_weights)
         try:
-            return CalibratedParameters(_parameters(loaded, needs, shapes, convert), _remark(loaded, specs, model))
+            found = _parameters(loaded, needs, shapes, convert)
+            return CalibratedParameters(found, _remark(loaded, specs, model), loaded.made_for)
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(needs, specs, name, preset, loaded.path)}") from error
     reasons, refused = list[str](), list[str]()
     for candidate in find(model, load, allow_other_weights, refused):
         try:
-            return CalibratedParameters(
-                _parameters(candidate, needs, shapes, convert), _remark(candidate, specs, model)
-            )
+            found = _parameters(candidate, needs, shapes, convert)
+            return CalibratedParameters(found, _remark(candidate, specs, model), candidate.made_for)
         except _WrongTensorError as error:
             _skip(Path(candidate.path or ""), str(error))
             reasons.append(str(error))

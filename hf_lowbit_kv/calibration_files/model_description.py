@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,6 +71,27 @@ def check_description(model: Any) -> None:
 
 def _is_list_of(types: tuple[type, ...], x: Any, least: int = 0) -> bool:
     return isinstance(x, list) and len(x) >= least and all(isinstance(each, types) for each in x)
+
+
+class MadeFor(NamedTuple):
+    """The description of a calibration's model, and where the calibration comes from, for messages."""
+
+    model: Mapping[str, Any]
+    source: str
+
+    def check(self, model: Mapping[str, Any], allow_other_weights: bool = False) -> None:
+        """Raise `ValueError` if the calibration was not made for `model` (`describe_model`).
+
+        Args:
+            allow_other_weights: whether other weights of the same sizes are accepted.
+        """
+        if (reason := difference(self.model, model, allow_other_weights)) is None:
+            return
+        other = "another model" if difference(self.model, model, other_weights=True) else "other weights"
+        raise ValueError(
+            f"{self.source} was made for {other} ({self.model['name']}): {reason}"
+            + (f"; {ACCEPTING}" if other == "other weights" else "")
+        )
 
 
 def difference(made_for: Mapping[str, Any], model: Mapping[str, Any], other_weights: bool = False) -> str | None:

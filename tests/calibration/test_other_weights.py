@@ -265,6 +265,47 @@ def test_other_weights_are_refused_unless_the_caller_accepts_them(call, by_name,
     lb.release(llama)
 
 
+@pytest.mark.parametrize("max_cache_len", [None, 64])
+def test_weights_that_change_before_the_first_tokens_of_a_cache(max_cache_len, llama):
+    """The cache is made before the model gets an adapter, or other numbers."""
+    model = copy.deepcopy(llama)
+    options = {**OPTIONS, "calibration": calibration_of(llama), "max_cache_len": max_cache_len}
+    cache, accepting = (lb.from_preset("kivi-2", model, **options, allow_other_weights=x) for x in (False, True))
+
+    def written(cache):
+        return model.generate(left_padded(1, 20)[0], past_key_values=cache, max_new_tokens=3, **GREEDY)
+
+    want = written(cache)
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, lora).eval()
+    weight = model.model.layers[0].self_attn.k_proj.base_layer.weight
+
+    def scale(factor):
+        with torch.no_grad():
+            weight.mul_(factor)
+
+    reason = r"calibration was made for other weights.*k_proj.weight of layer 0.*allow_other_weights=True"
+    for change, undo in (
+        (lambda: None, adapted.base_model.disable_adapter_layers),
+        (lambda: scale(2), lambda: scale(0.5)),
+    ):
+        change()
+        cache.reset()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=reason):
+                written(cache)
+            assert int(cache.get_seq_length()) == 0
+        accepting.reset()
+        written(accepting)
+        undo()
+        cache.reset()
+        assert torch.equal(written(cache), want)
+    later = lb.from_preset("kivi-2", model, **options)
+    model.to(torch.bfloat16)
+    written(later)  # rounded weights are the same model
+
+
 def test_accepted_weights_are_named_and_those_that_fit_come_first(llama, tuned):
     def used(**options):
         cache = lb.from_preset("kivi-2", tuned, **OPTIONS, **options)
