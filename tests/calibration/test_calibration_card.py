@@ -144,7 +144,7 @@ def model():
 @pytest.mark.parametrize("preset", ["eigen-2", "vecinfer-2"])
 def test_the_estimate_is_near(preset, model, monkeypatch):
     """Within a factor of four: times of a tiny model are mostly overhead, and other work shares the machine."""
-    monkeypatch.setattr(calibration_cost, "TRIED", 2)
+    monkeypatch.setattr(calibration_cost, "TRIAL", 2)
     estimate = cost(model, [preset])
     began = time.process_time()
     lb.calibrate(model, Numbers(), [TEXT], preset, progress=False)
