@@ -216,7 +216,7 @@ def test_accelerate_shares_the_work(model_folder, task, tmp_path):
     """Two processes on a CPU give one table, that of one process."""
     options = ["--tasks", "numbers", "--preset", "kivi-2", "--no-full", "--json", "--include_path", str(task)]
     command = [
-        "hf_lowbit_kv.cli",
+        "hf_lowbit_kv",
         "eval",
         "lm-eval",
         "--model",

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 
 import pytest
@@ -70,7 +71,9 @@ def test_wikitext(run, folder, tmp_path, monkeypatch, context):
     for row in (dense, dense_128):
         assert row["ppl"] == pytest.approx(truth, rel=1e-4)
         assert row["kl"] < 1e-6
-        assert row["bits_per_value"] == 16  # though this model is in float32
+    # 16 bits, though this model is in float32; without a residual buffer the last page of 128 tokens has empty places
+    assert dense["bits_per_value"] == 16 * (16 + math.ceil((context - 16) / 128) * 128) / context
+    assert dense_128["bits_per_value"] == 16
     assert kv4["kl"] > kv4_128["kl"] > 1e-6
     assert kv4["bits_per_value"] < kv4_128["bits_per_value"] < 16
 
