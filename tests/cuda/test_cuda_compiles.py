@@ -129,7 +129,7 @@ KNOWN = {
     ("sm_120", "int8", 192, 4, "attend"): 88,
     ("sm_90", "kivi-4", 192, 2, "attend"): 152,
     ("sm_90", "int8", 192, 4, "attend"): 48,
-    ("sm_90", "int6", 192, 4, "attend"): 80,
+    ("sm_90", "int6", 192, 4, "attend"): 84,
     ("sm_90", "fp8", 192, 4, "attend"): 64,
     ("sm_120", "eigen-2-trellis", 128, 1, "attend"): 48,
     ("sm_120", "eigen-2-trellis", 128, 1, "append_one"): 64,
