@@ -148,11 +148,11 @@ def models_table(model: str = MEASURED, path: Path = OUT) -> str:
     there: the mean of the texts that all of them have read."""
     found = by_text(path)
     short = {name: records for name, records in found.get((model, 4096), {}).items() if name not in PEERS}
-    columns = {}
+    columns, whole = {}, set().union(*short.values())
     for context in LONG:
         measured = found.get((model, context), {})
         if texts := set.intersection(*map(set, measured.values())) if measured else None:
-            fewer = "" if texts >= set(short["dense"]) else f", {len(texts)} of {len(short['dense'])} texts"
+            fewer = "" if texts >= whole else f", {len(texts)} of {len(whole)} texts"
             columns[f"KL, {context // 1024}k{fewer}"] = {
                 name: mean({text: records[text] for text in texts}, "kl") for name, records in measured.items()
             }
@@ -347,7 +347,7 @@ def losses_list(path: Path = TASKS) -> str:
             if abs(x - full) > error
         )
         line = f"- **{column}**: 16 bits have {full:.1f}. Within the error of a difference, {error:.1f} points: "
-        lines.append(line + f"{near or 'no preset'}." + (f" Further away: {far}." if far else "") + "\n")
+        lines.append(line + f"{near or 'no preset'}." + (f"\n  Further away: {far}." if far else "") + "\n")
     return "".join(lines) or NONE
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import gzip
+import itertools
 import json
 import os
 import re
@@ -44,8 +45,8 @@ from hf_lowbit_kv.eval.provenance import results_path, run_command
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.requests.result import Result
 
-#: worked examples of a prompt
-SHOTS = {"humaneval": 8, "gsm8k": 8}
+#: solved items of a prompt
+SHOTS = 8
 #: most tokens of an answer
 ANSWER = {"humaneval": 512, "gsm8k": 320}
 #: items of each of RULER's tasks
@@ -156,18 +157,16 @@ def prompts(items: list[Item], shots: int, tokenizer: Any) -> list[list[int]]:
 
 
 def _prompt(examples: list[Item], item: Item, tokenizer: Any) -> list[int]:
-    ids: list[int]
-    if tokenizer.chat_template is None:
+    plain = tokenizer.chat_template is None
+    if plain:
         solved = [f"{each.message}\n{each.begin}{each.answer}\n\n" for each in examples]
-        ids = tokenizer(f"{''.join(solved)}{item.message}\n{item.begin}").input_ids
-        return ids
-    turns = [(each.message, each.begin + each.answer) for each in examples]
-    chat = [
-        x for user, model in turns for x in ({"role": "user", "content": user}, {"role": "assistant", "content": model})
-    ]
-    chat.append({"role": "user", "content": item.message})
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text + item.begin, add_special_tokens=False).input_ids
+        text = f"{''.join(solved)}{item.message}\n"
+    else:
+        turns = [(("user", each.message), ("assistant", each.begin + each.answer)) for each in examples]
+        chat = [*itertools.chain(*turns), ("user", item.message)]
+        messages = [{"role": role, "content": content} for role, content in chat]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text + item.begin, add_special_tokens=plain).input_ids
     return ids
 
 
@@ -199,7 +198,7 @@ def questions_of(task: str, tokenizer: Any, context: int, limit: int) -> list[Qu
             for index, (ids, answers) in enumerate(ruler_tasks.samples(task, context, limit or RULER_ITEMS, tokenizer))
         ]
     items = WORKED[task]()
-    tokens = prompts(items, SHOTS[task], tokenizer)[: limit or None]
+    tokens = prompts(items, SHOTS, tokenizer)[: limit or None]
     return [
         Question(task, item.name, ids, item.stop, ANSWER[task], item.solved)
         for item, ids in zip(items, tokens, strict=False)

@@ -95,7 +95,7 @@ def test_records_of_tasks(tmp_path, monkeypatch):
     items = [Item(str(i), f"{i} + {i}", "= ", f"{2 * i};", ";", lambda _: False) for i in range(4)]
     monkeypatch.setattr(model_tasks, "WORKED", {"gsm8k": lambda: items})
     monkeypatch.setattr(model_tasks, "ANSWER", {"gsm8k": 4})
-    monkeypatch.setattr(model_tasks, "SHOTS", {"gsm8k": 1})
+    monkeypatch.setattr(model_tasks, "SHOTS", 1)
     scored = iter([1.0, 0.25] * 2)
     monkeypatch.setattr(ruler_tasks, "score", lambda *_: next(scored))
     arguments = ["--model", tmp_path / "model", "--name", "tiny", "--dtype", "float32", "--device", "cpu"]
@@ -161,10 +161,10 @@ def test_losses(tmp_path):
     add("kivi-4", "gsm8k", 0.5 - 50**0.5 / 100 + 1e-6, 100, None)  # sqrt(2 * .5 * .5 / 100), nearly
     add("kivi-2", "gsm8k", 0.25, 100, None)
     assert model_tables.losses_list(path).splitlines() == [
-        "- **GSM8K**: 16 bits have 50.0. Within the error of a difference, 7.1 points: `kivi-4` -7.1. "
-        "Further away: `kivi-2` -25.0.",
+        "- **GSM8K**: 16 bits have 50.0. Within the error of a difference, 7.1 points: `kivi-4` -7.1.",
+        "  Further away: `kivi-2` -25.0.",
         # 100 * sqrt(2 * 13 * .25 / 25) / 13 = 3.9
-        "- **RULER, 4k**: 16 bits have 50.0. Within the error of a difference, 3.9 points: `kivi-4` -2.0. "
-        "Further away: `kivi-2` -13.8 (NIAH multikey 0 instead of 50, VT 10 instead of 50).",
+        "- **RULER, 4k**: 16 bits have 50.0. Within the error of a difference, 3.9 points: `kivi-4` -2.0.",
+        "  Further away: `kivi-2` -13.8 (NIAH multikey 0 instead of 50, VT 10 instead of 50).",
         "- **RULER, 16k**: 16 bits are not measured, so this column shows no loss.",
     ]
