@@ -54,7 +54,7 @@ measure bench_prompt attention
 measure bench_decode --preset dense --preset int8 --preset int6 --preset int5 --preset fp8 --preset kv8 --preset kivi-4 --preset bitdecoding-kc-4 --preset bitdecoding-kt-4 --preset kv4 --preset k4v2 --preset kivi-2 --preset bitdecoding-kc-2 --preset kitty --preset kitty-pro $all $both
 measure bench_decode --matrix --rounds 10
 measure bench_decode --preset kivi-2-hadamard --preset kitty-hadamard $all $both
-# docs/benchmarks.md, docs/dev/batch.md: 22 minutes, 80 GB
+# docs/benchmarks.md, docs/dev/calibrated-presets.md: 22 minutes, 80 GB
 measure bench_memory batch
 measure bench_memory batch --contender DynamicCache/eager --contender dense/compiled --contender kivi-2-sink/compiled --contender eigen-2/compiled --contender eigen-3/compiled
 # docs/benchmarks.md: 7 minutes, 60 GB

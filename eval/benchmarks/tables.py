@@ -37,7 +37,6 @@ PAGES = (
     "docs/results-smollm2.md",
     "docs/choose.md",
     "docs/dev/calibrated-presets.md",
-    "docs/dev/batch.md",
     "docs/protocols.md",
     "docs/quantized-weights.md",
     "docs/several-gpus.md",

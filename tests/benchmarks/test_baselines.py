@@ -4,8 +4,8 @@ import pytest
 import torch
 from cases import tiny_models
 from mla_cases import tiny_models as tiny_latent_models
-from number_text import TEXT, Numbers
 from sign_format import registries  # noqa: F401  (a fixture)
+from tiny_tokenizers import TEXT, Numbers
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb

@@ -4,8 +4,7 @@ import pytest
 import torch
 from bench_runs import records_of
 from cases import tiny_models
-from letters import letters
-from number_text import Numbers
+from tiny_tokenizers import Numbers, letters
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from bench_runs import records_of
 from cases import tiny_models
-from letters import letters
+from tiny_tokenizers import letters
 
 from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks, ruler_tasks
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 from cases import tiny_config
-from number_text import Numbers
+from tiny_tokenizers import Numbers
 from transformers import AutoModelForCausalLM
 
 import hf_lowbit_kv as lb

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from cases import tiny_models
-from number_text import Numbers
+from tiny_tokenizers import Numbers
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

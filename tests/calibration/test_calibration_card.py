@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import tiny_models
 from huggingface_hub import HfApi, ModelCard
-from number_text import Numbers
+from tiny_tokenizers import Numbers
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb

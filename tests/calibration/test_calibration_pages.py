@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from cases import tiny_models
-from number_text import Numbers
+from tiny_tokenizers import Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes

@@ -13,9 +13,9 @@ import pytest
 import torch
 from cases import calibration_of, factors, tiny_models
 from command_line import call, commands
-from number_text import Numbers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from tiny_tokenizers import Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes

@@ -2,11 +2,12 @@
 finds registers enough.
 
 Which kernels those are is not written down here: each preset's layer takes steps through the entry points, and what these load
-is recorded instead of launched. Latents: `test_cuda_latent_compiles`.
+is recorded instead of launched. Of latents: the kernel for each number of heads.
 """
 
 import functools
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -15,13 +16,14 @@ from cases import every_preset
 from compiled import needs_nvrtc, report
 from emulated import emulated
 from kernel_cases import records_for
+from latent_cases import LatentCase
 from marked import slow_case
 
 from hf_lowbit_kv.backends.choice import BACKENDS, storage_spec
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
-from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry, nvrtc
+from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points, geometry, latent, nvrtc
 
 #: of the assembler's report: a kernel's name; a function's name, and bytes of its local memory
 ENTRY = r"Compiling entry function '(\w+)'"
@@ -210,3 +212,67 @@ def test_the_walk_meets_every_file():
         met = {name for preset in FAMILIES for name, _ in wanted_by(preset, H200, 128, 1, patch)}
     files = {path.name for path in nvrtc.SOURCES.glob("*.cu")}
     assert met == {name for name in files if not name.startswith("latent")}
+
+
+# ---- latents --------------------------------------------------------------------------------------------------------
+
+
+DEEPSEEK = {"rank": 512, "rope": 64, "page_size": 128}
+
+
+def spilled(log: str, kernel: str) -> bool:
+    """Whether a kernel of this log spills registers."""
+    properties = log.split(f"Function properties for {kernel}\n")[1].split("Compiling entry")[0]
+    assert "spill stores" in properties
+    return "0 bytes spill stores, 0 bytes spill loads" not in properties
+
+
+def check_latent(log: str, kernel: str) -> None:
+    assert not spilled(log, kernel), log
+    assert "warning" not in log.lower(), log
+    # ptxas's words for products of a warp group that do not overlap, or wait more than the source requires
+    assert "serialized" not in log, log
+    assert "injected" not in log, log
+
+
+@pytest.mark.parametrize(
+    ("arch", "convert", "case"),
+    [
+        ("sm_80", False, LatentCase(**DEEPSEEK)),
+        ("sm_90", True, LatentCase(**DEEPSEEK, dtype=torch.float16)),
+        ("sm_120", True, LatentCase(rank=192, rope=128, page_size=64)),
+    ],
+)
+def test_narrow(arch, convert, case):
+    defines = latent.defines(case.spec, case.rank, case.rope, case.dtype, convert)
+    check_latent(report("latent.cu", defines, arch), "latent_attend")
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dtype", "rope"),
+    [
+        (16, 1, torch.bfloat16, 64),
+        (16, 2, torch.float16, 64),
+        (32, 1, torch.bfloat16, 128),
+        (64, 1, torch.bfloat16, 64),
+        (128, 8, torch.float16, 128),
+    ],
+)
+def test_wide(heads, tokens, dtype, rope, monkeypatch):
+    """The kernel of a step on Hopper, by heads and tokens."""
+    compiled = []
+
+    def load(name, defines, device, arch_specific=False):
+        compiled.append((name, defines, "sm_90a" if arch_specific else "sm_90"))
+        return SimpleNamespace(integer=lambda name: 0)
+
+    monkeypatch.setattr(latent, "load", load)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: latent.WIDE_CAPABILITY)
+    latent._wide_plan.cache_clear()
+    case = LatentCase(rank=512, rope=rope, page_size=128)
+    launch = latent.plan(case.spec, 512, rope, dtype, heads * tokens, torch.device("cuda", 0))
+    latent._wide_plan.cache_clear()
+    assert launch.kernel == "latent_wide_attend"
+    assert launch.rows == min(heads * tokens, 64)
+    check_latent(report(*compiled[0]), launch.kernel)
+    assert len(compiled) == 1

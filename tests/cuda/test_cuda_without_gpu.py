@@ -1,6 +1,8 @@
-"""The CUDA backend where no GPU is: bad input, which backend is chosen, and what NVRTC makes of the sources."""
+"""The CUDA backend where no GPU is: bad input, which backend is chosen, what NVRTC makes of the sources, and how the rows of
+latents are divided."""
 
 import ast
+import heapq
 import importlib.util
 import re
 import sys
@@ -18,7 +20,7 @@ from hf_lowbit_kv.formats.fragment import LAYOUTS
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.transforms import Fused
-from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry, nvrtc
+from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry, latent, nvrtc
 
 
 @pytest.fixture
@@ -221,3 +223,25 @@ def test_the_first_step_imports_no_kernels_that_it_does_not_launch():
     assert {"common.py", "cuda/decode_kernel.py"} <= names
     jitted = {path for path in reached if "@triton.jit" in path.read_text(encoding="utf-8")}
     assert {path.name for path in jitted} <= {"common.py"}
+
+
+def finish_time(slots: int, programs: int, kv_tiles: int, splits: int) -> int:
+    """When the last CTA ends if `slots` CTAs run at a time, each starting as soon as a slot is free."""
+    ends = [0] * slots
+    for split in range(splits):
+        size = kv_tiles * (split + 1) // splits - kv_tiles * split // splits
+        for _ in range(programs):
+            heapq.heapreplace(ends, ends[0] + size + latent.CTA_COST)
+    return max(ends)
+
+
+@pytest.mark.parametrize("kv_tiles", [1, 8, 64, 256])
+def test_splits_leave_no_processor_idle_for_long(kv_tiles):
+    """Never much later than with one CTA per slot, and sooner for 70 sequences, which fill half of an H200."""
+    for programs in (1, 7, 8, 32, 64, 66, 67, 70, 100, 132, 133, 140, 200, 300):
+        one_per_slot = max(min(132 // programs, kv_tiles), 1)
+        end = finish_time(132, programs, kv_tiles, latent._splits(132, programs, kv_tiles))
+        simple_end = finish_time(132, programs, kv_tiles, one_per_slot)
+        assert end <= 1.05 * simple_end
+        if programs in (70, 140) and kv_tiles == 64:
+            assert end < 0.9 * simple_end

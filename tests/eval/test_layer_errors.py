@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import tiny_models
-from number_text import TEXT, Numbers
+from tiny_tokenizers import TEXT, Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import layer_errors

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from cases import tiny_models
-from number_text import TEXT, Numbers
+from tiny_tokenizers import TEXT, Numbers
 from wrapped_linears import Int8Linear
 
 from hf_lowbit_kv.eval import quantized_weights as script

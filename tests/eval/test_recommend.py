@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from cases import random_parameters, tiny_models
-from number_text import TEXT, Numbers
+from tiny_tokenizers import TEXT, Numbers
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv import presets

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import accuracy_rows
+import bench_runs
 import pytest
 import torch
 from cases import tiny_config
@@ -75,7 +75,7 @@ SHORT_ANSWER = {
 @pytest.mark.parametrize("wanted", SHORT_ANSWER)
 def test_the_short_answer_gives_the_records_figures(wanted):
     preset, stored, same = SHORT_ANSWER[wanted]
-    (row,) = (row for row in accuracy_rows.rows() if row.preset == preset)
+    (row,) = (row for row in bench_runs.accuracy_rows() if row.preset == preset)
     assert stored == pytest.approx(bits(preset), abs=0.051)
     digits = len(same.partition(".")[2])
     assert float(same) == pytest.approx(100 * row.essays["top1"], abs=0.501 * 10**-digits)
@@ -84,7 +84,7 @@ def test_the_short_answer_gives_the_records_figures(wanted):
 def test_the_short_answer_names_the_smallest():
     """Of all presets, and of those that need no calibration; `dense` and latents aside, and with sinks."""
     assert len(SHORT_ANSWER) >= 6
-    presets = [name for row in accuracy_rows.rows() if lb.get_preset(name := row.preset).spec().sink]
+    presets = [name for row in bench_runs.accuracy_rows() if lb.get_preset(name := row.preset).spec().sink]
     presets = [name for name in presets if name not in PAPER_PRESETS]
     plain = [name for name in presets if not lb.get_preset(name).spec().parameters(128, 128, 8)]
     assert bits(SHORT_ANSWER["the least memory of all, with one calibration run"][0]) == min(map(bits, presets))
@@ -186,7 +186,7 @@ def in_choose() -> list[Point]:
     """The presets that the short answer names, with bits and KL of the records."""
     answer = page("docs/choose.md").split("## Short answer")[1].split("##")[0]
     names = dict.fromkeys(name for row in cells(answer) for name in re.findall(r"`([\w.-]+)`", "|".join(row)))
-    known = {row.preset: row for row in accuracy_rows.rows() if row.essays is not None}
+    known = {row.preset: row for row in bench_runs.accuracy_rows() if row.essays is not None}
     return [Point(name, known[name].bits, known[name].essays["kl"]) for name in names if name in known]
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 from cases import SMALL_PAGES, Counted, tiny_models
 from chat_cases import PLAIN, tokenizer_of, words
-from letters import letters
+from tiny_tokenizers import letters
 from transformers import BloomConfig, Gemma3Config, GenerationConfig, GPT2Config, LlamaConfig
 
 import hf_lowbit_kv as lb

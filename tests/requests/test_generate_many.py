@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from generation_cases import StopAt
-from letters import letters
 from marked import slow_case
 from pool_cases import CHUNK, FIXED, Collected, many, one_row, tokens_of, transformers_own
+from tiny_tokenizers import letters
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,

@@ -1,15 +1,338 @@
-"""Random sequences of a pool's operations: every row holds its own text, and every page has its holders.
+"""Random sequences of operations on a pool of rows without a model: every row holds its own text, and every page has its
+holders.
+
+Keys and values follow only from token and position. So the contents of a row do not depend on the row that stored them
+first. The truth is a store of one row that got all tokens at once. Operations are drawn by hypothesis, and checked one by one.
 
 Free pages and windows of empty slots are NaN all the time. `SEQUENCES=n` runs n sequences; `make test-all` runs 5000.
 """
 
 import os
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import pytest
-from pool_machine import KINDS, Machine, Operation, sequences
+import torch
+from hypothesis import strategies as st
+from pool_cases import poison
 from sequence_operations import for_each
 
+from hf_lowbit_kv.backends import operations as ops
+from hf_lowbit_kv.cache.cache_contents import LayerContents, whole_pages
+from hf_lowbit_kv.formats import fragment
+from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
+from hf_lowbit_kv.requests.slot_memory import StoredLayer
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
+from hf_lowbit_kv.storage.page_pool import PageTables
+from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.step import StepInputs
+from hf_lowbit_kv.storage.store_forks import fork_stores
+from hf_lowbit_kv.storage.stored_tokens import in_layout_of, take_tokens
+
+HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
+#: by name, the specs of the layers
+KINDS = {
+    "dense": ["dense|dense|32|32|32"],
+    "no sink": ["int8-token|int4-token|0|32|32"],
+    "open page": ["int8-token|int8-token|8|0|32"],
+    "two layers": ["int8-token|int4-token|8|32|32", "int4-channel|int8-token|8|32|32"],
+    "two windows": ["int4-channel|int4-token|32|32|32", "int8-token|int8-token|0|0|64"],
+}
+OPERATIONS = (
+    *("enter", "enter", "chunk", "chunk", "chunk", "step", "step", "fork", "end", "end", "keep", "make room"),
+    *("kept prompt", "cache", "change the cache", "fork the cache"),
+)
+
+
+class Operation(NamedTuple):
+    name: str
+    which: int
+    """a row, counted around"""
+    amount: int
+
+
+def sequences():
+    """Lists of operations."""
+    one = st.builds(Operation, st.sampled_from(OPERATIONS), st.integers(0, 3), st.integers(1, 200))
+    return st.lists(one, min_size=12, max_size=40)
+
+
+class Machine:
+    """A pool, and beside each row its text."""
+
+    def __init__(self, kind: str):
+        specs = [LayerSpec.parse(text) for text in KINDS[kind]]
+        sizes = HEADS, (HEAD_DIM, HEAD_DIM), torch.float32, torch.device("cpu"), []
+        self.layers = [StoredLayer(spec, *sizes) for spec in specs]
+        self.pool = RowPool(self.layers, SLOTS, TOKENS, LONGEST)
+        self.prefixes = SharedPrefixes(self.pool, 3)
+        self.texts: dict[Row, list[int]] = {}
+        self._stories: dict[Row, list[int]] = {}
+        """what chunks of a row bring; steps bring other tokens"""
+        self.hits = self.attached = 0
+        """rows that began with a shared prefix, and with a kept prompt or a cache"""
+        generator = torch.Generator().manual_seed(5)
+        self._table = torch.randn(2, 8, HEADS, HEAD_DIM, generator=generator)
+        self._cached = [self._text(which) for which in (0, 1)]
+        #: by text, stores of the layers; they change while rows read their pages
+        self._caches = [
+            self._stored(ids, capacity) for ids, capacity in zip(self._cached, (None, 2 * LONGEST), strict=True)
+        ]
+        self._kept = [[self._contents(store) for store in stores] for stores in self._caches]
+        self._kept[1] = [_in_another_layout(contents) for contents in self._kept[1]]
+        poison(self.pool)
+
+    def run(self, operations: list[Operation]) -> None:
+        for operation in operations:
+            self.run_one(operation)
+        for row in list(self.pool.rows):
+            self.check(row)
+            self._leave(row)
+        self.prefixes.clear()
+        assert all(pages.free == pages.count for pages in self.pool.page_pools.values())
+        assert not any(pages.attached for pages in self.pool.page_pools.values()), (
+            "texts are attached that no row reads"
+        )
+        own = [{slab.untyped_storage().data_ptr() for slab in state.pool} for state in self.pool.memory.states]
+        assert all(len(storages) == 1 for storages in own)
+        assert self.pool.memory.lost == 0
+        for store in (store for stores in self._caches for store in stores):
+            references = store.tables.acquired.items()
+            assert all((slab.references == counts).all() for slab, counts in references), (
+                "references of rows or forks are left"
+            )
+
+    def run_one(self, operation: Operation) -> None:
+        getattr(self, "_" + operation.name.replace(" ", "_"))(operation)
+        poison(self.pool)
+        self.check_ledgers()
+
+    # ---- operations -----------------------------------------------------------------------------------------------
+
+    def _row(self, which: int) -> Row | None:
+        rows = self.pool.rows
+        return rows[which % len(rows)] if rows else None
+
+    def _enter(self, operation: Operation) -> None:
+        """A row whose text begins like those of others: texts differ from some place on, or not at all."""
+        limit = 120 + operation.amount
+        ids = [0] * 20 + [operation.which % 2] * (limit - 20)
+        row = self._admit(limit, ids, lambda: self.prefixes.find(ids[: limit - 1]))
+        self.hits += row is not None and row.length > 0
+
+    def _admit(self, limit: int, ids: list[int], find: Callable[[], Prefix | None]) -> Row | None:
+        if not self.pool.free_slots or (row := self.pool.admit(limit, find, self.prefixes.make_room)) is None:
+            return None
+        self.texts[row], self._stories[row] = ids[: row.length], ids
+        self.check(row)
+        return row
+
+    def _kept_prompt(self, operation: Operation) -> None:
+        """A row continues from a text that is kept elsewhere, from some page or some token of its window on."""
+        which = operation.which % 2
+        self._go_on(self._text(which), self._kept[which], operation.amount)
+
+    def _cache(self, operation: Operation) -> None:
+        """A row continues from the present contents of a cache, which may change later."""
+        which = operation.which % 2
+        contents = [self._contents(store, shared=True) for store in self._caches[which]]
+        self._go_on(self._cached[which], contents, operation.amount)
+
+    def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
+        paged = [(x.spec, x.tokens.paged[0]) for x in contents]
+        match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
+        in_tail = match == len(ids) or match > max(spec.sink + count for spec, count in paged)
+        tokens = match if in_tail else whole_pages(paged, match)
+        if not tokens:
+            return
+        parts = [x._replace(tokens=x.tokens.first(tokens, x.spec)) for x in contents]
+        before = [slab.clone() for x in parts for slab in x.tokens.slabs]
+        story = ids[:tokens] + [amount % 8] * amount
+        row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(parts))
+        self.attached += row is not None
+        after = [slab for x in parts for slab in x.tokens.slabs]
+        assert all(map(torch.equal, before, after))
+
+    def _change_the_cache(self, operation: Operation) -> None:
+        """Other tokens in the place of those that rows read."""
+        which = operation.which % 2
+        self._cached[which] = [0] * 20 + [operation.amount % 8] * operation.amount
+        keys, values = self._numbers(self._cached[which], 0)
+        for store in self._caches[which]:
+            store.reset()
+            ops.append(StepInputs(None, keys, values), store, "cpu")
+        for row in self.pool.rows:
+            self.check(row)
+
+    def _fork_the_cache(self, operation: Operation) -> None:
+        """A row continues from a fork. What it came from is gone afterwards, or the fork is."""
+        which, capacity = operation.which % 2, self._caches[operation.which % 2][0].capacity
+        (fork,) = fork_stores(self._caches[which], capacity)
+        if capacity is None and operation.amount % 3 == 0:  # as beams do
+            for rows in ([0, 0], [1]):
+                for store in fork:
+                    store.select_rows(torch.tensor(rows))
+        self._go_on(self._cached[which], [self._contents(store, shared=True) for store in fork], operation.amount)
+        if operation.amount % 2:
+            self._caches[which] = fork
+
+    def _chunk(self, operation: Operation) -> None:
+        row = self._row(operation.which)
+        if row is None:
+            return
+        tokens = min(operation.amount, row.limit - row.length)
+        if tokens == 0:
+            return
+        new = self._stories[row][row.length : row.length + tokens]
+        self.pool.extend(row, tokens)
+        self.pool.flush()
+        self._store(slice(row.slot, row.slot + 1), [row], [new])
+        self.check(row)
+
+    def _step(self, operation: Operation) -> None:
+        """One token for some of the rows; the others and empty slots are masked."""
+        rows = [row for row in self.pool.rows if row.length < row.limit and (row.slot + operation.which) % 3]
+        if not rows:
+            return
+        for row in rows:
+            self.pool.extend(row, 1)
+        self.pool.flush()
+        self._store(slice(0, SLOTS), rows, [[operation.amount % 8] for _ in rows], masked=True)
+        for row in rows:
+            self.check(row)
+
+    def _fork(self, operation: Operation) -> None:
+        row = self._row(operation.which)
+        if row is None or not self.pool.free_slots or self.pool.missing(row.limit, fork_of=row) > 0:
+            return
+        new = self.pool.fork(row, row.limit)
+        self.texts[new], self._stories[new] = list(self.texts[row]), self._stories[row]
+        self.check(new)
+
+    def _end(self, operation: Operation) -> None:
+        if (row := self._row(operation.which)) is not None:
+            if operation.amount % 3:
+                self.prefixes.keep(row, self.texts[row])
+            self._leave(row)
+            for other in self.pool.rows:
+                self.check(other)
+
+    def _leave(self, row: Row) -> None:
+        del self.texts[row], self._stories[row]
+        self.pool.leave(row)
+
+    def _keep(self, operation: Operation) -> None:
+        if (row := self._row(operation.which)) is not None:
+            self.prefixes.keep(row, self.texts[row])
+
+    def _make_room(self, operation: Operation) -> None:
+        self.prefixes.make_room(operation.amount % 5)
+
+    # ---- texts that are kept elsewhere ----------------------------------------------------------------------------
+
+    def _text(self, which: int) -> list[int]:
+        """Its last page is not full, where layers have partial pages."""
+        return [0] * 20 + [which] * 170
+
+    def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
+        """By layer, a store of one row with these tokens."""
+        stores: list[PagedStore] = []
+        tables: dict[Hashable, PageTables] = {}
+        sizes = 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity
+        for layer in self.layers:
+            store = PagedStore(layer.spec, *sizes, tables=tables.get(layer.paging))
+            tables[layer.paging] = store.tables
+            store.reserve(2 * LONGEST)
+            ops.append(StepInputs(None, *self._numbers(ids, 0)), store, "cpu")
+            stores.append(store)
+        return stores
+
+    def _contents(self, store: PagedStore, shared: bool = False) -> LayerContents:
+        """What a store holds: a copy, or its own pages."""
+        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, shared=shared)
+        return LayerContents(store.spec, tokens, *sizes, tokens.lengths[0], 0, "packed", [])
+
+    # ---- storing and checking -------------------------------------------------------------------------------------
+
+    def _numbers(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens from a position on, `[1, heads, n, head_dim]`."""
+        tokens = torch.tensor(ids, dtype=torch.long)
+        position = torch.arange(start, start + len(ids))[None, :, None] / 64
+        keys, values = self._table[:, tokens].transpose(1, 2)
+        return (keys + position.sin())[None], (values + position.cos())[None]
+
+    def _store(self, slots: slice, rows: list[Row], new: list[list[int]], masked: bool = False) -> None:
+        """What a pass of the model does in every layer. The output is compared with attention over the true numbers."""
+        count, tokens = slots.stop - slots.start, len(new[0])
+        keys = torch.full((count, HEADS, tokens, HEAD_DIM), 7.0)
+        values, query = keys.clone(), torch.full((count, 2 * HEADS, tokens, HEAD_DIM), 0.25)
+        mask = torch.zeros(count, tokens, dtype=torch.bool)
+        for row, ids in zip(rows, new, strict=True):
+            place = row.slot - slots.start
+            keys[place : place + 1], values[place : place + 1] = self._numbers(ids, row.length)
+            mask[place] = True
+            row.length += len(ids)
+            self.texts[row] += ids
+        for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
+            inputs = StepInputs(query, keys, values, mask if masked else None, HEAD_DIM**-0.5)
+            out = ops.step(inputs, LayerStore(state.rows(slots), layer.spec), "cpu")
+            for row in rows:
+                found = out[row.slot - slots.start, -1]
+                k, v = self._numbers(self.texts[row], 0)
+                scores = (query[0, :, -1:].unflatten(0, (HEADS, 2)) @ k[0].unsqueeze(1).mT) * HEAD_DIM**-0.5
+                expected = (scores.softmax(-1) @ v[0].unsqueeze(1)).flatten(0, 1)[:, 0]
+                coarse = layer.spec.key_format.name != "dense"
+                torch.testing.assert_close(found, expected, rtol=0, atol=0.25 if coarse else 1e-4)
+
+    def check(self, row: Row) -> None:
+        """The row holds what a store of its own holds that got its text at once."""
+        self.pool.flush()
+        text = self.texts[row]
+        assert row.length == len(text)
+        if not text:
+            return
+        keys, values = self._numbers(text, 0)
+        for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
+            own = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu")
+            own.reserve(len(text))
+            ops.append(StepInputs(None, keys, values), own, "cpu")
+            store = LayerStore(state.rows(slice(row.slot, row.slot + 1)), layer.spec)
+            here = store.state
+            assert int(here.length[0, 0]) == len(text)
+            # after a shared prefix the window is short until it has filled again
+            assert int(here.paged[0, 0]) >= int(own.state.paged[0, 0])
+            if int(here.paged[0, 0]) == int(own.state.paged[0, 0]):
+                for found, expected in zip(
+                    ops.read(store, len(text), "cpu"),
+                    ops.read(own, len(text), "cpu"),
+                    strict=True,
+                ):
+                    assert torch.equal(found, expected)
+
+    def check_ledgers(self) -> None:
+        """Pages have the references of rows and prefixes, and slots are dense."""
+        assert [row.slot for row in self.pool.rows] == list(range(len(self.pool.rows)))
+        for paging, pages in self.pool.page_pools.items():
+            references = Counter(page for row in self.pool.rows for page in row.pages[paging])
+            references.update(self.prefixes.numbers())
+            assert all(pages.references(page) == references[page] for page in (*range(pages.count), *references))
+            assert pages.free == pages.count - sum(page < pages.count for page in references)
+            read = {pages.slab_of(page) for page in references} - {None}
+            assert set(pages.attached) == read
+            specs = [layer.spec for layer in self.layers if layer.paging == paging]
+            missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
+            promised = sum(max(pages, 0) for pages in missing)  # a kept prompt's pages may reach further
+            assert promised <= pages.free, "every row gets the pages that it was promised"
+
+
+def _in_another_layout(contents: LayerContents) -> LayerContents:
+    """As files have them that another backend wrote."""
+    spec = contents.spec.with_layouts(*fragment.LAYOUTS)
+    tokens = in_layout_of(contents.tokens, contents.spec, spec, contents.widths, contents.dtype)
+    return contents._replace(spec=spec, tokens=tokens)
+
 
 #: sequences of all kinds together
 FAST, ALL = 120, 5000

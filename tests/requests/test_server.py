@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
-from hf_lowbit_kv.requests.server.stop_text import StopText
+from hf_lowbit_kv.requests.server.answer_text import StopText
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
