@@ -76,9 +76,6 @@ def main(
     layers: Layers = 32,
     samples: Annotated[int | None, typer.Option(help="Windows to read [default: as calibrate].")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a window [default: as calibrate].")] = None,
-    gradient_windows: Annotated[
-        int | None, typer.Option(help="Windows to read for gradients [default: as calibrate].")
-    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="As `calibrate --offload`.")] = False,
     memory: Annotated[str | None, typer.Option(help="Of a smaller GPU, e.g. 24GB [default: all there is].")] = None,
     tiny: Tiny = False,
@@ -89,8 +86,6 @@ def main(
     """Time the calibration of each preset, and append a JSON line for each."""
     run = Run("calibrate", device, commit, out, memory=memory)
     where = run.device.type
-    if gradient_windows is not None:
-        gradients.SAMPLES[where] = gradient_windows
     if memory is not None and where == "cuda":
         there_is = torch.cuda.get_device_properties(run.device).total_memory
         torch.cuda.set_per_process_memory_fraction((parse_size(memory) - CUDA_BYTES) / there_is)

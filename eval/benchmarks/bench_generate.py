@@ -37,7 +37,7 @@ import typer
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, Wanted, make
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, Wanted, make, near_tie
 from hf_lowbit_kv.eval.benchmarks.random_models import (
     POSITIONS,
     PeakMemory,
@@ -84,8 +84,7 @@ def agreement(contender: Contender, steps: int = 8) -> dict[str, Any]:
 
     In 16 bits the two round differently. `logits_error` is the largest relative error of a step's logits.
     `tokens_equal` is the number of steps in which the likeliest token is the same in all rows. Tokens may differ only
-    if the logits of the two likeliest tokens are close: no further apart than six times the typical (root mean square)
-    difference of a logit.
+    at a `near_tie`.
 
     Raises:
         DisagreementError: logits differ by more than `LOGITS_TOLERANCE`, or tokens differ although their logits are not
@@ -103,10 +102,8 @@ def agreement(contender: Contender, steps: int = 8) -> dict[str, Any]:
         worst = max(worst, float(difference.norm() / x.float().norm()))
         if not worst <= LOGITS_TOLERANCE:
             raise DisagreementError(f"{contender.label}: logits of step {step} differ by {worst:.3g}")
-        best = x.float().topk(2, dim=-1).values
-        apart = (best[:, 0] - best[:, 1]) > 6 * difference.square().mean(-1).sqrt()
         same = x.argmax(-1) == y.argmax(-1)
-        if not bool(same[apart].all()):
+        if not bool((same | near_tie(x, y)).all()):
             raise DisagreementError(f"{contender.label}: tokens of step {step} differ")
         equal += int(same.all())
     return {"tokens_equal": equal, "tokens_compared": steps, "logits_error": worst}

@@ -3,7 +3,7 @@
 The model has the shape of Llama 3.1 8B and random weights. Measurements:
 
 - `steps`: median time of a decode step with `n` rows of one length, in a pool and in a recorded batch of `lb.generate`.
-  The pool has `n` slots. `padded_ms`: the same rows in a pool of `--slots` slots, whose steps run with `padded` rows.
+  The pool has `n` slots. `padded_ms`: the same rows in a pool of `SLOTS` slots, whose steps run with `padded` rows.
 - `ragged`: the same with rows of different lengths, so that some row fills a page in most steps. The time is the mean
   over as many steps as a page has tokens. `round_ms` is a whole round of the scheduler with such rows.
 - `many`: `lb.generate_many` on requests with prompts of 200 to 8000 tokens and answers of two kinds.
@@ -43,7 +43,8 @@ from hf_lowbit_kv.requests.row_pool import RowPool
 
 PARTS = ("steps", "ragged", "many", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
-STEPS = 24
+#: steps: how many are timed, tokens of a row, and slots of the pool of padded steps
+STEPS, LENGTH, SLOTS = 24, 2000, 128
 #: steps with ragged rows: as many as a page has tokens
 RAGGED_STEPS = 128
 #: number of requests for transformers' own scheduler
@@ -371,11 +372,9 @@ def main(
     memory: Annotated[str, typer.Option(help="Memory of pool and caches.")] = "24GB",
     peer_seconds: Annotated[float, typer.Option(help="Most seconds of transformers' scheduler in 16 bits.")] = 300,
     chunk: Annotated[int, typer.Option(help="Tokens of prompts read at a time.")] = 2048,
-    length: Annotated[int, typer.Option(help="Tokens of a row, where steps are timed.")] = 2000,
     rows: Annotated[
         list[int] | None, typer.Option(help="Rows of the steps; repeatable [default: 1, 7, 33, 64].")
     ] = None,
-    slots: Annotated[int, typer.Option(help="Slots of the pool of padded steps.")] = 128,
     layers: Layers = 32,
     tiny: Tiny = False,
     device: Device = "cuda",
@@ -387,7 +386,7 @@ def main(
     if unknown := [name for name in wanted if name not in PARTS]:
         raise typer.BadParameter(f"part={unknown[0]!r} is not known; allowed: {', '.join(PARTS)}")
     batchings = [_batching(each) for each in static or STATIC]
-    rows, prompts, size = rows or list(ROWS), (200, 8000), parse_size(memory)
+    rows, prompts, size, length = rows or list(ROWS), (200, 8000), parse_size(memory), LENGTH
     if tiny:
         rows, prompts = [1, 3], (20, 300)
         answers, requests, length = ["tiny"], min(requests, 12), 200
@@ -395,7 +394,7 @@ def main(
     model = random_8b(run, layers, tiny)
     for name in wanted:
         if name in ("steps", "ragged"):
-            for record in measure_steps(model, preset, length, rows, name == "ragged", slots):
+            for record in measure_steps(model, preset, length, rows, name == "ragged", SLOTS):
                 run.add(record)
     for kind in answers or ["long-tailed", "50-500"]:
         work = jobs(requests, kind, model.config.vocab_size, prompts)[:first]

@@ -267,6 +267,13 @@ def set_length(cache: lb.LowBitCache, tokens: int) -> None:
         layer.restore(Progress(length, paged, tokens, "packed"))
 
 
+def near_tie(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether the two likeliest tokens of logits `[..., vocabulary]` are close: no further apart than six times the typical
+    (root mean square) difference of a logit from `other`. bool `[...]`."""
+    first, second = exact.float().topk(2, dim=-1).values.unbind(-1)
+    return first - second <= 6 * (other - exact).float().square().mean(-1).sqrt()
+
+
 # ---- names ------------------------------------------------------------------------------------------------------------
 
 

@@ -165,8 +165,8 @@ def measure_kl(
 # ---- texts ------------------------------------------------------------------------------------------------------------
 
 TEXTS_OUT = results_path("peer-texts", "models")
-#: of the essay, so many characters
-CHARACTERS = 8000
+#: characters of the essay, and most tokens of an answer
+CHARACTERS, NEW_TOKENS = 8000, 60
 REQUEST = "Summarize this text in three sentences."
 #: the model's own cache
 FULL_CACHE = "16 bits"
@@ -207,8 +207,6 @@ def write_texts(
     name: RecordedName = None,
     preset: Annotated[list[str], typer.Option(help="Repeatable.")] = ["int8", "kivi-4-sink"],  # noqa: B006
     peer: Annotated[list[str], typer.Option(help=f"Repeatable: {', '.join(PEERS)}.")] = ["quanto-4", "hqq-4"],  # noqa: B006
-    new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 60,
-    characters: Annotated[int, typer.Option(help="Of the essay.")] = CHARACTERS,
     dtype: Dtype = "bfloat16",
     device: Device = DEVICE,
     commit: Commit = None,
@@ -217,7 +215,7 @@ def write_texts(
     """Answer the prompt with each cache; append a record for each."""
     run = Run("", device, commit, out, request=REQUEST)
     loaded, tokenizer = load(run, model, name, dtype)
-    text = essay("worked").read_text(encoding="utf-8")[:characters]
+    text = essay("worked").read_text(encoding="utf-8")[:CHARACTERS]
     messages = [{"role": "user", "content": f"{text}\n\n{REQUEST}"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = ids["input_ids"].to(run.device)
@@ -229,7 +227,7 @@ def write_texts(
             cache = DynamicCache(config=loaded.config)
         else:
             cache = from_preset(each, loaded) if each in preset else peer_cache(each, loaded)
-        tokens = answer(loaded, ids, cache, new_tokens)
+        tokens = answer(loaded, ids, cache, NEW_TOKENS)
         written = tokenizer.decode(tokens, skip_special_tokens=True)
         run.add({"cache": each, "new_tokens": len(tokens), "text": written, "cache_bytes": cache_bytes(cache)})
     run.end("cache", "cache_bytes", "text")

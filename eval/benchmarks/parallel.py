@@ -4,9 +4,8 @@ A model with random weights is loaded with tensor parallelism: each rank has a p
 heads. N = 1 gives the figures to compare with. Two shapes: `llama-8b` and `llama-70b`, cut to the layers that fit.
 
 First texts are compared. All ranks must write the same tokens. With N = 1, `--reference FOLDER` keeps the tokens and
-logits of one GPU. With more GPUs, it compares with them. A row is equal, or a near-tie. In a near-tie, one
-GPU's two likeliest tokens have close logits at the first different token. Their distance is at most six times the
-typical (root mean square) difference of a logit. Otherwise the comparison fails, and nothing is timed. Then caches are filled
+logits of one GPU. With more GPUs, it compares with them. A row is equal, or one GPU's logits at the first different
+token are a near-tie (`contenders.near_tie`). Otherwise the comparison fails, and nothing is timed. Then caches are filled
 with random keys and values, and decode steps are timed as in `bench_generate.py`.
 
 - `step_ms`: median time of a step of `generate` on rank 0. `tokens_per_second`: tokens of all rows together.
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make, near_tie
 from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, count_weights, llama_8b
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Out, PresetNames, Run
 from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
@@ -139,9 +138,7 @@ def compared(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
             equal += 1
             continue
         step = int((ours != theirs).nonzero()[0])
-        exact = reference["logits"][row, step]
-        best = exact.topk(2).values
-        if best[0] - best[1] > 6 * (results["logits"][row, step] - exact).square().mean().sqrt():
+        if not near_tie(reference["logits"][row, step], results["logits"][row, step]):
             raise TextsDifferError(
                 f"token {step} of row {row} is {int(ours[step])}; on one GPU it is {int(theirs[step])}"
             )

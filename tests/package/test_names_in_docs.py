@@ -32,7 +32,6 @@ ELSEWHERE = {
     "calibrated-presets.md": {"popular.txt", "worked.txt"},
     "faq.md": {"calibrations/", "kernels/"},
     "models.md": {"config.json"},
-    "protocols.md": {"eval/results/protocols.jsonl"},
     "vecinfer.md": {"calibration.safetensors"},
 }
 
