@@ -184,6 +184,16 @@ def nvidia_gpu(monkeypatch):
 
 
 @pytest.fixture
+def own_calibrations(monkeypatch, tmp_path):
+    """The user's folder of calibrations, which is not there yet. None comes with the package."""
+    from hf_lowbit_kv.calibration_files import calibration_lookup
+
+    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
+    return tmp_path / "own" / "calibrations"
+
+
+@pytest.fixture
 def run(capsys, monkeypatch):
     """Calls the command and returns `(exit code, standard output, standard error)`."""
     from command_line import call

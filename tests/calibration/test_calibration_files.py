@@ -25,14 +25,11 @@ OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path):
+def folder(own_calibrations, monkeypatch):
     """The user's folder, empty; nothing comes with the package."""
-    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
     monkeypatch.setattr(process_stamps, "CLOCK_STEP", 0)
-    path = tmp_path / "own" / "calibrations"
-    path.mkdir(parents=True)
-    return path
+    own_calibrations.mkdir(parents=True)
+    return own_calibrations
 
 
 def first_factor(cache) -> float:

@@ -236,11 +236,9 @@ def test_huge_sizes(case, saved, model, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
-def test_a_pipe_is_not_waited_for(saved, model, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "none")
-    folder = tmp_path / "calibrations"
-    folder.mkdir()
+def test_a_pipe_is_not_waited_for(saved, model, own_calibrations):
+    folder = own_calibrations
+    folder.mkdir(parents=True)
     os.mkfifo(folder / "a.safetensors")
     shutil.copy(saved[1], folder / "b.safetensors")
     with pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
@@ -270,13 +268,10 @@ def test_wrong_shapes(preset, model, tmp_path):
             assert f"the layer needs {shape}" in error
 
 
-def test_wrong_shapes_in_the_users_folder(model, tmp_path, monkeypatch):
+def test_wrong_shapes_in_the_users_folder(model, own_calibrations):
     """Such a file is skipped with a warning, and the next one is used."""
-    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "none")
-    whole = random_calibration(model, "kivi-2")
+    folder, whole = own_calibrations, random_calibration(model, "kivi-2")
     name = "layers.1.keys.smooth.factors"
-    folder = tmp_path / "calibrations"
     lb.Calibration(whole.tensors | {name: torch.ones(3, 64)}, whole.model).save(folder / "a.safetensors")
     with (
         pytest.warns(UserWarning, match=rf"a.safetensors' is skipped: .*has {name} of shape \(3, 64\)"),

@@ -19,16 +19,10 @@ from hf_lowbit_kv.calibration_files import calibration_lookup, weight_sums
 from hf_lowbit_kv.calibration_files.model_description import describe_model, difference
 from hf_lowbit_kv.eval.weight_quantization import SIXTEEN_BITS, WEIGHT_QUANTIZATIONS, load_quantized
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("own_calibrations")]
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 #: separate projections; with biases; with norms of queries and keys; one projection for all; sliding layers between
 FAMILIES = ["llama", "qwen2", "qwen3", "phi3", "gemma3_text"]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
 
 
 def described(model):

@@ -24,9 +24,7 @@ NAME = "key_transform.factors"
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(calibration_lookup, "bundled_folder", lambda: tmp_path / "bundled")
+def _alone(own_calibrations, monkeypatch):
     monkeypatch.setattr(process_stamps, "CLOCK_STEP", 0)  # files of a moment ago count as read, too
 
 
