@@ -45,7 +45,7 @@ from hf_lowbit_kv.eval.local_models import load_model, varied_texts
 from hf_lowbit_kv.eval.provenance import results_path, run_command
 from hf_lowbit_kv.eval.texts import read_text
 from hf_lowbit_kv.formats import Format
-from hf_lowbit_kv.formats.affine import FP16_MAX, pack_words, quantize, unpack_words
+from hf_lowbit_kv.formats.affine import FP16_MAX, pack_planes, quantize, unpack_planes
 from hf_lowbit_kv.formats.base import Tensors
 from hf_lowbit_kv.formats.registered import register_format
 from hf_lowbit_kv.formats.static import PLANES, STEP
@@ -76,24 +76,6 @@ class _TokenIntegers(Format):
 
     #: names of the arrays that hold one 16-bit number for each token
     scales: ClassVar[tuple[str, ...]] = ("scale",)
-
-    def _pack(self, codes: torch.Tensor) -> torch.Tensor:
-        """int32 `[..., page, head_dim]` -> the array `codes`. The plane of the high bits comes first."""
-        parts, left = [], self.bits
-        for width in PLANES[self.bits]:
-            left -= width
-            parts.append(pack_words(codes >> left & 2**width - 1, width))
-        return torch.cat(parts, -1)
-
-    def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """The inverse of `_pack`."""
-        codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
-        first = 0
-        for width in PLANES[self.bits]:
-            count = head_dim * width // 16
-            codes = codes << width | unpack_words(words.narrow(-1, first, count), width)
-            first += count
-        return codes
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,10 +109,13 @@ class Quest(_TokenIntegers):
         x = x.float()
         step = (STEP[self.bits] * x.square().mean(-1, keepdim=True).sqrt()).clamp(max=FP16_MAX).half()
         codes = ((x / step.float()).floor() + 2 ** (self.bits - 1)).clamp(0, 2**self.bits - 1)
-        return {"codes": self._pack(torch.where(step > 0, codes, 0.0).to(torch.int32)), "scale": step}
+        return {
+            "codes": pack_planes(torch.where(step > 0, codes, 0.0).to(torch.int32), PLANES[self.bits]),
+            "scale": step,
+        }
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        codes = self._unpack(arrays["codes"], head_dim).float()
+        codes = unpack_planes(arrays["codes"], PLANES[self.bits], head_dim).float()
         return (codes - (2**self.bits - 1) / 2) * arrays["scale"].float()
 
 
@@ -169,10 +154,10 @@ class Clipped(_TokenIntegers):
         limit = x.abs().quantile(self.share / 100, dim=-1, keepdim=True)
         low, high = x.amin(-1, keepdim=True).maximum(-limit), x.amax(-1, keepdim=True).minimum(limit)
         codes, scale, zero = quantize(x, low, high, torch.full_like(low, 2**self.bits - 1))
-        return {"codes": self._pack(codes), "scale": scale, "zero": zero}
+        return {"codes": pack_planes(codes, PLANES[self.bits]), "scale": scale, "zero": zero}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        codes = self._unpack(arrays["codes"], head_dim).float()
+        codes = unpack_planes(arrays["codes"], PLANES[self.bits], head_dim).float()
         return codes * arrays["scale"].float() + arrays["zero"].float()
 
 

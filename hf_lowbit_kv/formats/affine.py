@@ -13,6 +13,7 @@ Sources: KIVI, arXiv 2402.02750, section 3; BitDecoding, section 4; TurboMind, s
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar, Literal
@@ -170,24 +171,14 @@ class Affine(Format):
         if self.layout != "planar-1":
             order = self._order
             return order.pack(codes, self.bits, self.layout)
-        parts, left = [], self.bits
-        for width in self.widths:
-            left -= width
-            parts.append(pack_words(codes >> left & 2**width - 1, width))
-        return torch.cat(parts, -1)
+        return pack_planes(codes, self.widths)
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The array `codes` -> `[..., page, D]`."""
         if self.layout != "planar-1":
             order = self._order
             return order.unpack(words, self.bits, self.layout, head_dim)
-        codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
-        first = 0
-        for width in self.widths:
-            count = head_dim * width // 16
-            codes = codes << width | unpack_words(words.narrow(-1, first, count), width)
-            first += count
-        return codes
+        return unpack_planes(words, self.widths, head_dim)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         if self.layout != "planar-1":
@@ -226,3 +217,24 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The inverse of `pack_words`."""
     shifts = torch.arange(16 // bits, device=words.device, dtype=torch.int32)[:, None] * bits
     return ((words.to(torch.int32).unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-2, -1)
+
+
+def pack_planes(codes: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+    """Codes `[..., D]` -> words `[..., D * bits / 16]`: the words of each plane, which has so many bits of a code. The plane of
+    the high bits comes first."""
+    parts, left = [], sum(widths)
+    for width in widths:
+        left -= width
+        parts.append(pack_words(codes >> left & 2**width - 1, width))
+    return torch.cat(parts, -1)
+
+
+def unpack_planes(words: torch.Tensor, widths: Sequence[int], head_dim: int) -> torch.Tensor:
+    """The inverse of `pack_planes`, int32."""
+    codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
+    first = 0
+    for width in widths:
+        count = head_dim * width // 16
+        codes = codes << width | unpack_words(words.narrow(-1, first, count), width)
+        first += count
+    return codes

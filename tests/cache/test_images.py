@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from cases import left_padded
-from tiny_vision import IMAGE_TOKEN, prompt_with_image, tiny_vision_model
+from tiny_architectures import IMAGE_TOKEN, prompt_with_image, tiny_vision_model
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb

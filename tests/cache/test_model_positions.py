@@ -9,7 +9,7 @@ import torch
 from cases import SMALL_PAGES
 from chat_cases import tokenizer_of, words
 from marked import slow_case
-from tiny_vision import IMAGE_TOKEN, tiny_vision_model
+from tiny_architectures import IMAGE_TOKEN, tiny_vision_model
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache

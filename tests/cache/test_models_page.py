@@ -5,8 +5,7 @@ import re
 import pytest
 import transformers
 from models_page import FAMILIES, PAGE, ModelRow, examine, examine_with_image, reason, render, widths_and_preset
-from tiny_architectures import names
-from tiny_vision import ARCHITECTURES
+from tiny_architectures import VISION_ARCHITECTURES, names
 
 TEXT = PAGE.read_text(encoding="utf-8")
 VERSION = re.search(r"architectures of transformers ([\d.]+) are supported", TEXT)[1]
@@ -118,7 +117,7 @@ def test_equal_results_share_a_row_and_an_exception_is_named():
 
 @installed
 def test_vision_language_models_are_listed():
-    assert sorted(set(WITH_IMAGES) ^ set(ARCHITECTURES)) == []
+    assert sorted(set(WITH_IMAGES) ^ set(VISION_ARCHITECTURES)) == []
     assert sum(bool(re.fullmatch(r"every layer|\d+ of \d+ layers", packed)) for packed, _ in WITH_IMAGES.values()) >= 12
 
 
@@ -136,6 +135,6 @@ def test_some_rows_with_images_are_current(name):
 
 @installed
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", sorted(VISION_ARCHITECTURES))
 def test_all_rows_with_images_are_current(name):
     check_row_with_image(name)

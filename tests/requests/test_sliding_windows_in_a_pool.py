@@ -7,8 +7,7 @@ import torch
 from cases import SMALL_PAGES, tiny_models
 from fake_graph import in_place_of_graphs
 from pool_cases import CHUNK, decode, many, one_row, poison, read, steps_on, tokens_of, transformers_own, written
-from tiny_architectures import tiny_model
-from tiny_vision import ARCHITECTURES, IMAGE_TOKEN, tiny_vision_model
+from tiny_architectures import IMAGE_TOKEN, VISION_ARCHITECTURES, tiny_model, tiny_vision_model
 from transformers import DynamicCache
 from transformers.integrations import sdpa_attention
 
@@ -267,7 +266,7 @@ def test_a_row_without_probabilities_leaves_no_trace_in_its_ring(gemma, texts, m
 def test_texts_for_a_model_that_also_reads_images(name, texts, one_thread, monkeypatch):
     """The class that a checkpoint with a vision tower is loaded as. Qwen2-VL has positions of three kinds; masks of Gemma 4
     unified have a part for images even if there is none."""
-    monkeypatch.setitem(ARCHITECTURES, "gemma4_unified", {"audio_config": None})
+    monkeypatch.setitem(VISION_ARCHITECTURES, "gemma4_unified", {"audio_config": None})
     ours, theirs = tiny_vision_model(name), tiny_vision_model(name)
     texts = [text.clamp(max=149) for text in texts[1:4]]
     found = many(ours, [*texts, [5, IMAGE_TOKEN, 6]], new_tokens=NEW, max_rows=2)

@@ -22,11 +22,12 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import transformers
 import typer
-from tiny_architectures import names, tiny_model
-from tiny_vision import (
-    ARCHITECTURES,
+from tiny_architectures import (
     IMAGE_TOKEN,
+    VISION_ARCHITECTURES,
+    names,
     prompt_with_image,
+    tiny_model,
     tiny_vision_model,
 )
 from transformers import CONFIG_MAPPING, DynamicCache, LogitsProcessor
@@ -465,7 +466,7 @@ def main(
         result = f"{row.served}; all ways to generate: {row.generates}" if row.served else row.why
         print(f"{name}: {result} ({time.perf_counter() - begin:.1f} s)", flush=True)
     if not only:
-        out.write_text(render(rows, [examine_with_image(name) for name in ARCHITECTURES]), encoding="utf-8")
+        out.write_text(render(rows, [examine_with_image(name) for name in VISION_ARCHITECTURES]), encoding="utf-8")
 
 
 if __name__ == "__main__":
