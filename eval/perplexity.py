@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +187,18 @@ def as_rows(
 def mean_row(of: Sequence[Scores], edges: Sequence[int]) -> dict[str, Any]:
     """Means over the scores of several texts, as `run` returns them. `sizes` computes the bits."""
     rows = [scores.means() for scores in of]
-    row: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in rows[0]}
-    row["kl_error"] = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)  # texts are independent
-    buckets = zip(*(scores.by_position(edges) for scores in of))
-    return row | {"by_position": [{key: sum(b[key] for b in same) / len(same) for key in same[0]} for same in buckets]}
+    return mean_of([row | {"by_position": scores.by_position(edges)} for row, scores in zip(rows, of)], rows[0])
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], keys: Iterable[str]) -> dict[str, Any]:
+    """Means of the figures `keys` and of `by_position` over the rows of several texts."""
+    means: dict[str, Any] = {key: sum(row[key] for row in rows) / len(rows) for key in keys}
+    if all(row.get("kl_error") is not None for row in rows):  # texts are independent
+        means["kl_error"] = sum(row["kl_error"] ** 2 for row in rows) ** 0.5 / len(rows)
+    buckets = zip(*(row["by_position"] for row in rows))
+    return means | {
+        "by_position": [{key: sum(b[key] for b in same) / len(same) for key in same[0]} for same in buckets]
+    }
 
 
 def score(

@@ -50,6 +50,7 @@ from hf_lowbit_kv.eval.perplexity import CHUNK, Scores, position_edges, score, s
 from hf_lowbit_kv.eval.preset_search import fitting_presets
 from hf_lowbit_kv.eval.provenance import results_path, run_command
 from hf_lowbit_kv.eval.texts import Text, read_text
+from hf_lowbit_kv.eval.weight_quantization import plain_tensors
 
 #: transformers' quantized caches: name -> backend, bits and axis of keys. With the advised axes, 0 of quanto and 1 of HQQ,
 #: a group is 64 channels of a token. The axis -1 of quanto groups 64 tokens of a channel. It needs lengths whose product
@@ -175,8 +176,7 @@ FULL_CACHE = "16 bits"
 def nbytes(thing: Any) -> int:
     """Bytes of all tensors in a cache layer of transformers, also of those that are made of others."""
     if isinstance(thing, torch.Tensor):
-        parts = thing.__tensor_flatten__()[0] if hasattr(thing, "__tensor_flatten__") else None
-        return thing.nbytes if parts is None else sum(nbytes(getattr(thing, part)) for part in parts)
+        return sum(part.nbytes for part in plain_tensors(thing))
     if isinstance(thing, Mapping):
         return sum(map(nbytes, thing.values()))
     return sum(map(nbytes, thing)) if isinstance(thing, (list, tuple)) else 0

@@ -28,6 +28,7 @@ from hf_lowbit_kv.eval import bootstrap
 from hf_lowbit_kv.eval.benchmarks import baselines, bench_memory, measure, model_tables, page_tables
 from hf_lowbit_kv.eval.benchmarks.page_tables import BENCHMARKS, benchmarks_page
 from hf_lowbit_kv.eval.benchmarks.result_files import Record, current_records, listed, markdown_table, newest
+from hf_lowbit_kv.eval.perplexity import mean_of
 from hf_lowbit_kv.eval.preset_search import plot
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 
@@ -100,16 +101,7 @@ def _essays(preset: str, last: dict[tuple[str, str], Record]) -> Record | None:
     records = [last[preset, text] for text in ESSAYS if (preset, text) in last]
     if len(records) < len(ESSAYS):
         return None
-    keys = ("kl", "kl_p99", "top1", "ppl", "ppl_full")
-    means: Record = {key: sum(record[key] for record in records) / len(records) for key in keys}
-    if all(record.get("kl_error") is not None for record in records):  # texts are independent
-        means["kl_error"] = sum(record["kl_error"] ** 2 for record in records) ** 0.5 / len(records)
-    if all("kl_blocks" in record for record in records):
-        means["kl_blocks"] = [record["kl_blocks"] for record in records]
-    buckets = zip(*(record["by_position"] for record in records))
-    return means | {
-        "by_position": [{key: sum(b[key] for b in same) / len(same) for key in same[0]} for same in buckets]
-    }
+    return mean_of(records, ("kl", "kl_p99", "top1", "ppl", "ppl_full"))
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
