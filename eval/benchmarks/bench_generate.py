@@ -37,7 +37,7 @@ import typer
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, Wanted, make, near_tie
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, BatchSize, Contender, Wanted, make, near_tie
 from hf_lowbit_kv.eval.benchmarks.random_models import (
     POSITIONS,
     PeakMemory,
@@ -309,7 +309,7 @@ def time_weights(
     names = weights or list(WEIGHT_QUANTIZATIONS)
     for name in names:
         check_weights(name)
-    shapes = [tuple(int(part) for part in each.split("x")) for each in shape or SHAPES]
+    shapes = [BatchSize.parse(each) for each in shape or SHAPES]
     run = Run("weights-steps", f"{device}:0" if device == "cuda" else device, commit, out)
     state = random_8b(run, layers, tiny).state_dict()
     run.common["dtype"] = str(run.dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import typer
 from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCache
 
 import hf_lowbit_kv as lb
@@ -307,3 +308,18 @@ class Wanted(NamedTuple):
 
     def at(self, length: int) -> bool:
         return self.longest is None or length <= self.longest
+
+
+class BatchSize(NamedTuple):
+    """Number of rows, and of tokens that each row attends to."""
+
+    batch: int
+    tokens: int
+
+    @classmethod
+    def parse(cls, text: str) -> BatchSize:
+        """Parse `ROWSxTOKENS`. Raises `typer.BadParameter` for anything else."""
+        batch, _, tokens = text.partition("x")
+        if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens) > 1):
+            raise typer.BadParameter(f"size={text!r} is not understood; allowed: ROWSxTOKENS, e.g. 8x32768")
+        return cls(int(batch), int(tokens))

@@ -20,16 +20,15 @@ import itertools
 import statistics
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
-import torch.distributed as dist
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, Contender, make, near_tie
+from hf_lowbit_kv.eval.benchmarks.contenders import HEADROOM, BatchSize, Contender, make, near_tie
 from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, count_weights, llama_8b
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Out, PresetNames, Run
 from hf_lowbit_kv.eval.data_parallel import Processes, join, leave
@@ -48,21 +47,6 @@ TEXT = (2, 1500, 32)
 
 class TextsDifferError(RuntimeError):
     """Ranks write different texts, or several GPUs and one GPU do, so nothing was timed."""
-
-
-class BatchSize(NamedTuple):
-    """Number of rows, and of tokens that each row attends to."""
-
-    batch: int
-    tokens: int
-
-    @classmethod
-    def parse(cls, text: str) -> BatchSize:
-        """Parse `ROWSxTOKENS`."""
-        batch, _, tokens = text.partition("x")
-        if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens) > 1):
-            raise typer.BadParameter(f"case={text!r} is not understood; allowed: ROWSxTOKENS, e.g. 8x32768")
-        return cls(int(batch), int(tokens))
 
 
 # ---- the model --------------------------------------------------------------------------------------------------------
@@ -148,7 +132,7 @@ def compared(results: dict[str, torch.Tensor], reference: dict[str, torch.Tensor
 def check_texts(preset: str, model: Any, processes: Processes, reference: Path | None) -> dict[str, Any]:
     """Compare the texts of all ranks with each other, and with those of one GPU."""
     results = written(preset, model)
-    everyone = gathered(processes, results["tokens"].tolist())
+    everyone = processes.gather([results["tokens"].tolist()])
     if any(tokens != everyone[0] for tokens in everyone):
         raise TextsDifferError(f"{preset}: ranks do not write the same tokens: {everyone}")
     result: dict[str, Any] = {"ranks_equal": True, "text": list(TEXT)}
@@ -162,15 +146,6 @@ def check_texts(preset: str, model: Any, processes: Processes, reference: Path |
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}: run with one process and the same --reference first")
     return result | compared(results, torch.load(path))
-
-
-def gathered(processes: Processes, value: Any) -> list[Any]:
-    """The values of all ranks."""
-    if processes.count == 1:
-        return [value]
-    values: list[Any] = [None] * processes.count
-    dist.all_gather_object(values, value)
-    return values
 
 
 # ---- steps ------------------------------------------------------------------------------------------------------------
@@ -194,9 +169,9 @@ def timed(contender: Contender, processes: Processes, steps: int, rounds: int) -
     return {
         "step_ms": step,
         "tokens_per_second": contender.batch / step * 1e3,
-        "nbytes": gathered(processes, contender.allocated_bytes()),
-        "weight_bytes": gathered(processes, weights),
-        "peak_bytes": gathered(processes, growth),
+        "nbytes": processes.gather([contender.allocated_bytes()]),
+        "weight_bytes": processes.gather([weights]),
+        "peak_bytes": processes.gather([growth]),
         "why_eager": reasons[0] if reasons else None,
     }
 
