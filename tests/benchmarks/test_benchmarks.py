@@ -1,4 +1,5 @@
-"""The benchmarks run on the CPU with tiny shapes, so that they cannot rot; what they say of time means nothing here."""
+"""The benchmarks run on the CPU with tiny shapes, so that they cannot rot; what they say of time means nothing here.
+Scripts understand the commands of `bench.sh`, and a measurement that fails does not stop the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tables in the documentation are those of the committed records; records count only where they are of today's bytes."""
+"""The tables in the documentation are those of the committed records; records count only where they are of today's bytes.
+`docs/benchmarks.md`: what is written from the records."""
 
 import json
 from typing import Any, NamedTuple

@@ -1,4 +1,5 @@
-"""`hf_lowbit_kv.eval.perplexity` on a tiny random model: what it must say of caches whose error is known."""
+"""`hf_lowbit_kv.eval.perplexity` on a tiny random model: what it must say of caches whose error is known.
+Standard errors, against closed forms."""
 
 import copy
 import functools

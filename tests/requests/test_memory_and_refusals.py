@@ -1,4 +1,5 @@
-"""`lb.generate_many`: the memory that a call keeps to and gives back, and what is refused before any is allocated."""
+"""`lb.generate_many`: the memory that a call keeps to and gives back, what is refused before any is allocated, and that ten
+thousand requests leave nothing: no objects, no memory, no pages."""
 
 import gc
 import time
