@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers
 from cases import left_padded, random_parameters, tiny_models
-from fake_graph import FakeGraph
+from fake_graph import FakeGraph, in_place_of_graphs
 from ranks import raised, run_ranks
 from torch.distributed import HashStore
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.generation import fused_pieces, recording, tensor_parallel
+from hf_lowbit_kv.generation import fused_pieces, tensor_parallel
 from hf_lowbit_kv.generation.tensor_parallel import local, splits
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
 
@@ -62,15 +62,9 @@ def batched(model) -> list:
 def recorded(model, rank: int) -> dict:
     """Texts of steps that are recorded in fake graphs, how many graphs there are after each call, and how often they
     were replayed. In between one rank changes something that a recording depends on, or fails to record."""
-    made: list[FakeGraph] = []
-
-    def make() -> FakeGraph:
-        made.append(FakeGraph())
-        return made[-1]
-
     found: dict[str, list] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "graphs_for", lambda device: make)
+        made = in_place_of_graphs(patch)
         ids, mask = left_padded(2, 300)
         options = {"preset": "kivi-2", "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "progress": False}
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import every_preset
 from compiled import needs_nvrtc, report
-from emulated import emulated
+from emulated import Noted, emulated
 from kernel_cases import records_for
 from latent_cases import LatentCase
 from marked import slow_case
@@ -64,20 +64,6 @@ KINDS = list(kinds().values())
 FAMILIES = list({tuple(map(type, kind[:2])): name for kind, name in reversed(kinds().items())}.values())
 
 
-class Recorded:
-    """In the place of a loaded file: remembers that it was wanted."""
-
-    def __init__(self, wanted: dict, name: str, defines: tuple):
-        self.macros = dict(defines)
-        wanted[name, defines] = None
-
-    def integer(self, name: str) -> int:
-        return int(self.macros[name.upper()])
-
-    def launch(self, *arguments, **options) -> None:
-        pass
-
-
 def wanted_by(
     preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch, head_dim_v: int | None = None
 ) -> list[tuple]:
@@ -89,7 +75,7 @@ def wanted_by(
     store = PagedStore(spec, 1, heads, *dims, dtype, "cpu", 512, parameters=records)
     sizes = (4 * heads, dims[0]), (heads, dims[0]), (heads, dims[1])
     q, k, v = (torch.zeros(1, count, tokens, width, dtype=dtype) for count, width in sizes)
-    with emulated(monkeypatch, gpu.shared, gpu.processors, functools.partial(Recorded, wanted)) as cuda:
+    with emulated(monkeypatch, gpu.shared, gpu.processors, functools.partial(Noted, wanted)) as cuda:
         cuda.OPERATIONS.step(StepInputs(q, k, v, scaling=1.0), store)
         cuda.OPERATIONS.append(StepInputs(None, k, v), store)
     return list(wanted)

@@ -38,6 +38,20 @@ def emulated(
     modules.forget()
 
 
+class Noted:
+    """In the place of a loaded file: notes its name and macros in `loaded`, and launches nothing."""
+
+    def __init__(self, loaded: dict, name: str, macros: tuple):
+        loaded[name, macros] = None
+        self.macros = dict(macros)
+
+    def integer(self, name: str) -> int:
+        return int(self.macros[name.upper()])
+
+    def launch(self, *arguments, **options) -> None:
+        pass
+
+
 def some_fast(cases: list, fast: set[int]) -> list:
     """Parameters. Each case takes a compilation of its own or more: those with other numbers than `fast` are slow."""
     return [
