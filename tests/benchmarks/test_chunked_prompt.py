@@ -8,6 +8,7 @@ import pytest
 import torch
 from bench_runs import records_of
 from cases import tiny_models
+from tiny_tokenizers import characters
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import bench_prompt
@@ -24,14 +25,6 @@ def model():
     return tiny_models("llama", max_position_embeddings=2048)[0]
 
 
-class Letters:
-    """A tokenizer: a letter is a token."""
-
-    def __call__(self, text, **options):
-        ids = torch.tensor([[3 + ord(letter) % 150 for letter in text]])
-        return type("Encoding", (), {"input_ids": ids})
-
-
 def texts():
     """Two of random letters."""
     letters = torch.randint(32, 127, (2, PROMPT + AFTER)).tolist()
@@ -39,7 +32,7 @@ def texts():
 
 
 def measured(model, *presets, chunks=(128, 512, 0)):
-    records = bench_prompt.measure_kl(model, Letters(), presets, texts(), PROMPT, AFTER, chunks)
+    records = bench_prompt.measure_kl(model, characters, presets, texts(), PROMPT, AFTER, chunks)
     return {(record["preset"], record["chunk"]): record for record in records}
 
 

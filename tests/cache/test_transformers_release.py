@@ -8,6 +8,7 @@ import torch
 from cases import left_padded, tiny_models
 from fake_graph import in_place_of_graphs
 from generation_cases import GREEDY
+from tiny_tokenizers import characters
 from transformers import LlamaForCausalLM
 
 import hf_lowbit_kv as lb
@@ -72,11 +73,8 @@ def test_nothing_here_writes_a_name_that_is_deprecated(model, monkeypatch, graph
 
 
 def test_calibrating_with_gradients_too(model):
-    def tokenizer(text, **options):
-        return type("Ids", (), {"input_ids": torch.tensor([[ord(letter) % 150 + 3 for letter in text]])})
-
     text = "".join(chr(32 + (i * i * 7 + i * 13) % 90) for i in range(2000))
-    assert lb.calibrate(model, tokenizer, [text], "eigen-2", samples=2, length=256, gradients=True, attention=False)
+    assert lb.calibrate(model, characters, [text], "eigen-2", samples=2, length=256, gradients=True, attention=False)
 
 
 def test_a_further_turn_under_either_name(model):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from cases import read, tiny_config, tiny_models
+from tiny_tokenizers import characters
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -23,13 +24,6 @@ pytest.importorskip("faiss")
 
 #: small codebooks, so that little text serves
 PRESET = lb.Preset("tiny-vq", "vq-d4b4", "vq-d8b3", "for tests", sink=4, residual=32, transform="smooth+hadamard")
-
-
-class Tokenizer:
-    """A token for each character."""
-
-    def __call__(self, text, **options):
-        return type("Ids", (), {"input_ids": torch.tensor([[ord(letter) % 150 + 3 for letter in text]])})
 
 
 TEXTS = ["".join(chr(32 + (i * i * 7 + i * 13 + k) % 90) for i in range(3000)) for k in range(2)]
@@ -51,7 +45,7 @@ def model():
 
 
 def made(model, **options):
-    return lb.calibrate(model, Tokenizer(), TEXTS, "tiny-vq", **{"samples": 8, "length": 256, **options})
+    return lb.calibrate(model, characters, TEXTS, "tiny-vq", **{"samples": 8, "length": 256, **options})
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,7 @@ def test_what_is_made(model, calibration):
         "values of none.vq-d8b3",
     ]
     # the factors, from a plain pass over the same windows
-    windows = Tokens(TEXTS, Tokenizer()).draw(8, 256, 0, "cpu", least=256).windows
+    windows = Tokens(TEXTS, characters).draw(8, 256, 0, "cpu", least=256).windows
     firsts = first_positions(model, 8, 256, 0)
     assert len(set(firsts)) == 5  # 0 and four others
     largest = torch.zeros(2, 2, 64)
@@ -102,7 +96,7 @@ def test_what_is_made_does_not_depend_on_what_else_is_calibrated(model, monkeypa
     monkeypatch.setattr("hf_lowbit_kv.calibration.calibrators.MOST_POINTS", 700)  # a few pages for each codebook, of 40
     single = made(model, samples=20)
     more = lb.LayerSpec(Codebook(2, 8), Codebook(2, 8), key_transform=Smooth())
-    together = lb.calibrate(model, Tokenizer(), TEXTS, ["tiny-vq", more], samples=20, length=256)
+    together = lb.calibrate(model, characters, TEXTS, ["tiny-vq", more], samples=20, length=256)
     for name, tensor in single.tensors.items():
         assert torch.equal(tensor, together.tensors[name]), name
 
@@ -127,7 +121,7 @@ def test_a_cache_decodes_to_centroids(model, calibration, tmp_path):
 def test_round_trip_and_one_file_for_several_presets(model, calibration, tmp_path):
     path = tmp_path / "new" / "x.safetensors"
     calibration.save(path)
-    more = lb.calibrate(model, Tokenizer(), TEXTS, "million-2", samples=8, length=256)
+    more = lb.calibrate(model, characters, TEXTS, "million-2", samples=8, length=256)
     lb.Calibration.load(path).merged(more).save(path)
     found = lb.Calibration.load(path)
     assert set(found.tensors) == set(calibration.tensors) | set(more.tensors)
@@ -139,7 +133,7 @@ def test_round_trip_and_one_file_for_several_presets(model, calibration, tmp_pat
 
 def test_the_class_takes_what_the_preset_takes(model):
     """`VecInferCache` accepts a file that was made for `vecinfer-2`."""
-    calibration = lb.calibrate(model, Tokenizer(), TEXTS, "vecinfer-2", samples=8, length=256)
+    calibration = lb.calibrate(model, characters, TEXTS, "vecinfer-2", samples=8, length=256)
     assert lb.VecInferCache(model, calibration=calibration).spec == lb.get_preset("vecinfer-2").spec()
 
 
@@ -207,7 +201,7 @@ def test_messages_say_how_to_make_what_is_missing(model):
         with pytest.raises(ValueError, match=r"calibration=lb\.calibrate\(.*\) makes it") as error:
             lb.VecInferCache(model, value_format="vq-d4b4", **changed)
         (spec,) = re.findall(r"lb\.LayerSpec\.parse\('([^']+)'\)", str(error.value))
-        found = lb.calibrate(model, Tokenizer(), TEXTS, [lb.LayerSpec.parse(spec)], samples=8, length=256)
+        found = lb.calibrate(model, characters, TEXTS, [lb.LayerSpec.parse(spec)], samples=8, length=256)
         lb.VecInferCache(model, value_format="vq-d4b4", **changed, calibration=found)
 
 
@@ -229,18 +223,18 @@ def test_bad_input(model, options, message):
 
 def test_presets_without_parameters_and_texts_that_are_no_list(model):
     with pytest.raises(ValueError, match="'kivi-2' has no parameters"):
-        lb.calibrate(model, Tokenizer(), TEXTS, "kivi-2")
+        lb.calibrate(model, characters, TEXTS, "kivi-2")
     with pytest.raises(TypeError, match="list of strings"):
-        lb.calibrate(model, Tokenizer(), TEXTS[0], "tiny-vq")
+        lb.calibrate(model, characters, TEXTS[0], "tiny-vq")
     for texts in (None, 5, iter(TEXTS)):
         with pytest.raises(TypeError, match=f"texts must be a list of strings, not {type(texts).__name__}"):
-            lb.calibrate(model, Tokenizer(), texts, "tiny-vq", text_names=["a"])
+            lb.calibrate(model, characters, texts, "tiny-vq", text_names=["a"])
     with pytest.raises(TypeError, match="tokenizer=None is not allowed; it must be the tokenizer of the model"):
         lb.calibrate(model, None, TEXTS, "tiny-vq")
     with pytest.raises(TypeError, match="list of strings, not of PosixPath"):
-        lb.calibrate(model, Tokenizer(), [pathlib.PosixPath("book.txt")], "tiny-vq")
+        lb.calibrate(model, characters, [pathlib.PosixPath("book.txt")], "tiny-vq")
     with pytest.raises(ValueError, match=r"preset=\[\] is not allowed"):
-        lb.calibrate(model, Tokenizer(), TEXTS, [])
+        lb.calibrate(model, characters, TEXTS, [])
 
 
 def test_keys_that_are_not_finite():
@@ -302,7 +296,7 @@ def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration,
     ):
         command.calibrate(["vecinfer-2"], [text], out=text)
     calibration.save(out)
-    monkeypatch.setattr(command, "load", lambda *_: (tiny_models("llama", head_dim=128)[0], Tokenizer()))
+    monkeypatch.setattr(command, "load", lambda *_: (tiny_models("llama", head_dim=128)[0], characters))
     monkeypatch.setattr(
         "hf_lowbit_kv.calibration.calibrate.calibrate", lambda *_, **__: pytest.fail("calibrates first")
     )

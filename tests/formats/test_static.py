@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from tiny_tokenizers import characters
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration.calibrators import PAGE, calibrator_for
@@ -213,13 +214,6 @@ def test_eigen_makes_channels_independent_and_keeps_scores():
     assert torch.allclose(transform.unmap(mapped[:, :, :200], tensors), keys[:, :, :200], atol=1e-3)
 
 
-def _tokenizer(text, **options):
-    class Encoded:
-        input_ids = torch.tensor([[1 + ord(letter) % 150 for letter in text]])
-
-    return Encoded
-
-
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
 def test_calibrated_presets_generate():
     """Packed attention gives the tokens of the model's own attention over the same pages, unpacked."""
@@ -228,7 +222,7 @@ def test_calibrated_presets_generate():
     ids, mask = left_padded(2, 200)
     for gradients in (True, False):
         options = {"samples": 8, "length": 256, "gradients": gradients, "attention": False}
-        calibration = lb.calibrate(models[0], _tokenizer, [text], "eigen-2", **options)
+        calibration = lb.calibrate(models[0], characters, [text], "eigen-2", **options)
         options = {"calibration": calibration, "page_size": 32, "residual": 32}
         generate = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
         caches = [lb.from_preset("eigen-2", model, **options) for model in models]
@@ -257,7 +251,7 @@ def test_scores_get_back_what_a_center_took(family, monkeypatch):
             layer.self_attn.k_proj.bias.data.copy_(numbers)
     text = "".join(chr(97 + (i * i) % 23) for i in range(4000))
     options = {"samples": 1, "length": 512, "gradients": False, "attention": False, "progress": False}
-    calibration = lb.calibrate(models[0], _tokenizer, [text], "eigen-4", **options)
+    calibration = lb.calibrate(models[0], characters, [text], "eigen-4", **options)
     ids = torch.randint(3, 150, (1, 120))
 
     def logits(model):

@@ -1,5 +1,7 @@
 """Tokenizers without a vocabulary to read: tokens are numbers, with a text of them, or letters."""
 
+from types import SimpleNamespace
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +18,11 @@ class Numbers:
     def __call__(self, text: str, **kwargs):
         self.input_ids = torch.tensor([[int(word) % 160 for word in text.split()]])
         return self
+
+
+def characters(text: str, **options):
+    """A tokenizer of one token a character: 3 to 152."""
+    return SimpleNamespace(input_ids=torch.tensor([[3 + ord(character) % 150 for character in text]]))
 
 
 def letters() -> PreTrainedTokenizerFast:
