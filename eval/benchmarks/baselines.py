@@ -45,7 +45,7 @@ from hf_lowbit_kv.eval.local_models import load_model, varied_texts
 from hf_lowbit_kv.eval.provenance import results_path, run_command
 from hf_lowbit_kv.eval.texts import read_text
 from hf_lowbit_kv.formats import Format
-from hf_lowbit_kv.formats.affine import FP16_MAX, pack_planes, quantize, unpack_planes
+from hf_lowbit_kv.formats.affine import FP16_MAX, pack_codes, quantize, unpack_codes
 from hf_lowbit_kv.formats.base import Tensors
 from hf_lowbit_kv.formats.registered import register_format
 from hf_lowbit_kv.formats.static import PLANES, STEP
@@ -110,12 +110,12 @@ class Quest(_TokenIntegers):
         step = (STEP[self.bits] * x.square().mean(-1, keepdim=True).sqrt()).clamp(max=FP16_MAX).half()
         codes = ((x / step.float()).floor() + 2 ** (self.bits - 1)).clamp(0, 2**self.bits - 1)
         return {
-            "codes": pack_planes(torch.where(step > 0, codes, 0.0).to(torch.int32), PLANES[self.bits]),
+            "codes": pack_codes(torch.where(step > 0, codes, 0.0).to(torch.int32), PLANES[self.bits]),
             "scale": step,
         }
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        codes = unpack_planes(arrays["codes"], PLANES[self.bits], head_dim).float()
+        codes = unpack_codes(arrays["codes"], PLANES[self.bits], head_dim).float()
         return (codes - (2**self.bits - 1) / 2) * arrays["scale"].float()
 
 
@@ -154,10 +154,10 @@ class Clipped(_TokenIntegers):
         limit = x.abs().quantile(self.share / 100, dim=-1, keepdim=True)
         low, high = x.amin(-1, keepdim=True).maximum(-limit), x.amax(-1, keepdim=True).minimum(limit)
         codes, scale, zero = quantize(x, low, high, torch.full_like(low, 2**self.bits - 1))
-        return {"codes": pack_planes(codes, PLANES[self.bits]), "scale": scale, "zero": zero}
+        return {"codes": pack_codes(codes, PLANES[self.bits]), "scale": scale, "zero": zero}
 
     def decode_arrays(self, arrays: dict[str, torch.Tensor], head_dim: int, parameters: Tensors = ()) -> torch.Tensor:
-        codes = unpack_planes(arrays["codes"], PLANES[self.bits], head_dim).float()
+        codes = unpack_codes(arrays["codes"], PLANES[self.bits], head_dim).float()
         return codes * arrays["scale"].float() + arrays["zero"].float()
 
 

@@ -171,14 +171,14 @@ class Affine(Format):
         if self.layout != "planar-1":
             order = self._order
             return order.pack(codes, self.bits, self.layout)
-        return pack_planes(codes, self.widths)
+        return pack_codes(codes, self.widths)
 
     def _unpack(self, words: torch.Tensor, head_dim: int) -> torch.Tensor:
         """The array `codes` -> `[..., page, D]`."""
         if self.layout != "planar-1":
             order = self._order
             return order.unpack(words, self.bits, self.layout, head_dim)
-        return unpack_planes(words, self.widths, head_dim)
+        return unpack_codes(words, self.widths, head_dim)
 
     def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
         if self.layout != "planar-1":
@@ -219,7 +219,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return ((words.to(torch.int32).unsqueeze(-2) >> shifts) & (2**bits - 1)).flatten(-2, -1)
 
 
-def pack_planes(codes: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     """Codes `[..., D]` -> words `[..., D * bits / 16]`: the words of each plane, which has so many bits of a code. The plane of
     the high bits comes first."""
     parts, left = [], sum(widths)
@@ -229,8 +229,8 @@ def pack_planes(codes: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
     return torch.cat(parts, -1)
 
 
-def unpack_planes(words: torch.Tensor, widths: Sequence[int], head_dim: int) -> torch.Tensor:
-    """The inverse of `pack_planes`, int32."""
+def unpack_codes(words: torch.Tensor, widths: Sequence[int], head_dim: int) -> torch.Tensor:
+    """The inverse of `pack_codes`, int32."""
     codes = torch.zeros(*words.shape[:-1], head_dim, dtype=torch.int32, device=words.device)
     first = 0
     for width in widths:
