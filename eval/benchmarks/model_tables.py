@@ -425,7 +425,7 @@ def peers_table(path: Path = OUT) -> str:
     return markdown_table(("model", "cache", "bits", *LOSS), rows)
 
 
-#: caches on the page that answers "Will it break my Qwen?": listed presets, and caches with a range per token of keys
+#: caches in the table of a model with key biases (docs/choose.md): listed presets, and caches with a range per token of keys
 LISTED = (
     "dense",
     "int8",

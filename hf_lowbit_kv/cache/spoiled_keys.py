@@ -24,16 +24,14 @@ from ..presets import preset_with
 from ..storage.layer_spec import LayerSpec
 from .served_models import KEY_PROJECTIONS
 
-#: biases are large if their largest number is this many times the usual norm of a weight row of the key projection,
-#: which is the size of a key's own part for inputs of size 1. Measured on Qwen2.5-Coder 0.5B and 1.5B: up to 33 times,
-#: int4 per token has 2 to 5 times the error of int4 per channel, as in SmolLM2, which has no biases; from 57 times on
-#: it has 8 to 50 times that error
+#: smallest `Ratios.bias` that counts as large. Measured on the layers of Qwen2.5-Coder 0.5B and 1.5B, with the keys of 1536
+#: tokens of an essay: up to a ratio of 33, int4 per token has 2 to 4 times the error of int4 per channel, as in SmolLM2,
+#: which has no biases. From a ratio of 62 on, it has 8 to 75 times that error
 LARGE = 40.0
-#: channels are uneven if the error that weights predict for rotated keys is this many times that of keys as they are.
-#: Measured in the same models, int2 per channel: up to 1.5, the errors of q.k differ by factors of 0.7 to 1.6; at 2.3,
-#: in layer 0 of Qwen2.5-Coder-0.5B, the error of rotated keys is 9 times as large
+#: smallest `Ratios.rotation` that counts as uneven. Measured on the same models with int2 per channel: up to a ratio of 1.5,
+#: a rotation multiplies the error of q.k by 0.7 to 1.6. At 2.3 (layer 0 of Qwen2.5-Coder-0.5B) it multiplies it by 9
 UNEVEN = 1.9
-#: the norm of a row in both models, for weights that are not stored as plain numbers
+#: usual norm of a weight row of the key projection in both Qwen models, for weights that are not stored as plain numbers
 USUAL_ROW = 0.6
 
 
