@@ -38,7 +38,7 @@ TWO_24 = tl.constexpr(16777216.0)
 
 
 class CodeField(NamedTuple):
-    """A field: some bits of every code. A token's fields are in separate words, in order."""
+    """Where a field is stored: `bits` bits of every code. A token's fields are in separate int16 words, in order."""
 
     bits: int
     #: bits of the code below this field
@@ -54,6 +54,8 @@ class CodeField(NamedTuple):
 
 
 class Params(NamedTuple):
+    """Compile-time constants of the device functions (`P`). `registry` explains those that templates read."""
+
     bits: int
     head_dim: int
     page_size: int
@@ -63,18 +65,23 @@ class Params(NamedTuple):
     group: int
     #: groups along the grouped axis
     groups: int
+    #: a plane has every channel whose codes are in the same field of the words: `width` channels, `padded` with the next power
+    #: of two
     planes: int
     width: int
     padded: int
-    #: bytes from the start of the part
+    #: offsets in bytes from the start of the format's part of a page
     scale_at: int
     zero_at: int
     #: for each plane: right shift of the word, mask after the shift, factor of the resulting code
     shifts: tuple[int, ...]
     masks: tuple[int, ...]
     factors: tuple[float, ...]
+    #: for each plane, the factor that turns the accumulator into the true sum
     units: tuple[float, ...]
+    #: largest tile of tokens
     max_block: int
+    #: tokens that `encode` takes at a time
     encode_rows: int
     #: codes of 5 and 6 bits are stored as two fields, others as one
     fields: tuple[CodeField, ...]
@@ -82,12 +89,13 @@ class Params(NamedTuple):
     row_words: int
     #: whether `weigh` returns an offset
     offset: bool
-    #: for each plane, whether inline PTX unpacks two words at a time; and whether it dequantizes them too
+    #: whether inline PTX may be used. For each plane, the PTX that unpacks two words, and the PTX that dequantizes them too
     ptx: bool
     extract: tuple[str, ...]
     dequantize: tuple[str, ...]
     #: whether plane `j` is every `planes`-th channel from `j` on
     interleaved: bool = False
+    #: whether `scores` and `add` gather from shared memory
     gathers: bool = False
 
 
@@ -278,8 +286,8 @@ def _extract(words, j: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _dequantized(words, j: tl.constexpr, scale, zero, DTYPE: tl.constexpr, P: tl.constexpr):
-    """Plane `j` of a quarter of words (int16) times scale plus zero (float16, broadcastable), as `DTYPE`: float16,
-    float32."""
+    """`code / 4 * scale + zero` for the codes of plane `j` of words (int16), as `DTYPE` (float16 or float32). scale, zero:
+    float16, broadcastable."""
     if P.ptx and DTYPE == tl.float16:
         x = tl.inline_asm_elementwise(
             P.dequantize[j], "=r,r,r,r", [words, scale, zero], dtype=tl.float16, is_pure=True, pack=2

@@ -15,7 +15,7 @@ import torch
 from ..storage.content_digests import digest
 from ..storage.layer_spec import LayerSpec
 from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
-from .filled_by import FilledBy, look_at
+from .filled_by import FilledBy, snapshot_of
 from .low_bit_layer import LowBitLayer
 from .model_positions import Values
 from .native_layer_contents import NativeContents, contents_of, put_contents
@@ -156,7 +156,7 @@ def put(cache: Any, contents: CacheContents, model: Any) -> None:
     if cache.read_lengths is not None and contents.read is not None:
         cache.read_lengths.restored(*contents.read)
     cache.guard.forget()
-    cache.packed_layers[0].filled_by = FilledBy(look_at(model, cache.packed_sizes))
+    cache.packed_layers[0].filled_by = FilledBy(snapshot_of(model, cache.packed_sizes))
 
 
 def layer_devices(model: Any) -> Callable[[int], torch.device]:

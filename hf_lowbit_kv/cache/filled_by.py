@@ -1,7 +1,7 @@
 """The model whose keys and values a cache holds, and whether it still computes the same ones.
 
-A cache looks at its model when its first tokens come, which does not wait for the device. It looks again when a prompt
-continues. Names and scales of active adapters are compared, and numbers of the attention layers' weights.
+A cache takes a snapshot of its model when its first tokens come, without waiting for the device. It takes another one when
+a prompt continues. Compared are names and scales of active adapters, and sampled weights of the attention layers.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class ModelRef:
         return ModelRef, ()
 
 
-class Look(Unstamped):
-    """State of a model, or of one of its attention modules, at the time of the check.
+class ModelSnapshot(Unstamped):
+    """Adapters and sampled weights of a model, or of one of its attention modules, at one time.
 
     Args:
-        modules: attention modules by the index of their layer. model: the model whose other adapters count too, or
-            `None`.
+        modules: layer indices and attention modules.
+        model: the model whose adapters outside of `modules` count too; `None`: no others count.
     """
 
     @torch.no_grad()
@@ -81,13 +81,15 @@ class Look(Unstamped):
         """Whether it is one of the attention modules."""
         return any(ref() is module for ref in self._modules.values())
 
-    def difference(self, now: Look) -> str | None:
-        """The first difference, in words, or `None`. Only what both looks have seen is compared. Waits for the device."""
+    def difference(self, now: ModelSnapshot) -> str | None:
+        """The first difference, in words, or `None`. Only what both snapshots have seen is compared. Waits for the device."""
         layers = self.classes.keys() & now.classes.keys()
         for index in sorted(layers):
             if (was := self.classes[index]) != (found := now.classes[index]):
                 return f"layer {index} was {was}, and is {found}"
-        before, after = ({x: y for x, y in look.adapters.items() if _layer(x) in layers} for look in (self, now))
+        before, after = (
+            {x: y for x, y in snapshot.adapters.items() if _layer(x) in layers} for snapshot in (self, now)
+        )
         if self.others is not None and now.others is not None:
             before, after = before | self.others, after | now.others
         if (name := first_difference(before, after)) is not None:
@@ -97,7 +99,7 @@ class Look(Unstamped):
         if name is None:
             return None
         weight = f"{name.partition('.')[2]} of layer {_layer(name)}"
-        was, found = (str(look._dtypes[name]).removeprefix("torch.") for look in (self, now))
+        was, found = (str(snapshot._dtypes[name]).removeprefix("torch.") for snapshot in (self, now))
         return f"{weight} has other numbers" if was == found else f"{weight} was {was}, and is {found}"
 
 
@@ -108,29 +110,29 @@ def _layer(name: str) -> int:
 class FilledBy(NamedTuple):
     """The model that filled a cache, as it was then."""
 
-    model: Look | None
+    model: ModelSnapshot | None
     """the model that the cache was made for; `None`: it was made from a configuration, or the model is gone"""
-    running: Look | None = None
+    running: ModelSnapshot | None = None
     """the attention module of the first packed layer, if it is not one of this model's"""
 
     def running_on(self, module: Any) -> FilledBy:
-        """This, for the attention module of the first packed layer. It is looked at unless it is one of the model's."""
+        """This, with a snapshot of the first packed layer's attention module if that is not one of the model's."""
         if self.model is not None and self.model.knows(module):
             return self
-        return FilledBy(self.model, _look_at_module(module))
+        return FilledBy(self.model, _snapshot_of_module(module))
 
     def why_not(self, module: Any) -> str | None:
         """How the attention module of the first packed layer differs from the one that filled the cache, in words, or
         `None`. A module of the model that filled it does not: `difference` compares the model."""
         if self.running is None and self.model is not None and self.model.knows(module):
             return None
-        now = _look_at_module(module)
+        now = _snapshot_of_module(module)
         return None if now is None else self.difference(now)
 
-    def difference(self, now: Look) -> str | None:
+    def difference(self, now: ModelSnapshot) -> str | None:
         """How a model differs from the one that filled the cache, in words, or `None`. Waits for the device."""
-        look = self.running or self.model
-        return None if look is None else look.difference(now)
+        snapshot = self.running or self.model
+        return None if snapshot is None else snapshot.difference(now)
 
     def __reduce__(self):
         return FilledBy, (None,)
@@ -140,10 +142,10 @@ class Calibrated(NamedTuple):
     """The model that a cache's calibration was made for, and the cache's model when it was last compared with that one."""
 
     made_for: MadeFor
-    compared: Look | None
+    compared: ModelSnapshot | None
     """`None`: the cache was made from a configuration"""
 
-    def check(self, now: Look, model: Any, sizes: Mapping[int, tuple[int | None, ...]]) -> Calibrated:
+    def check(self, now: ModelSnapshot, model: Any, sizes: Mapping[int, tuple[int | None, ...]]) -> Calibrated:
         """Compare the model with the calibration's, if it has changed. Waits for the device.
 
         Args:
@@ -161,15 +163,15 @@ class Calibrated(NamedTuple):
         return Calibrated, (self.made_for, None)
 
 
-def look_at(model: Any, layers: Iterable[int]) -> Look:
-    """layers: the packed ones."""
-    return Look(attention_modules(model, set(layers)), model)
+def snapshot_of(model: Any, layers: Iterable[int]) -> ModelSnapshot:
+    """A snapshot of the model. layers: indices of the packed layers."""
+    return ModelSnapshot(attention_modules(model, set(layers)), model)
 
 
-def _look_at_module(module: Any) -> Look | None:
-    """`None` for a module that does not say which layer it is."""
+def _snapshot_of_module(module: Any) -> ModelSnapshot | None:
+    """A snapshot of one attention module; `None` if the module has no `layer_idx`."""
     index = getattr(module, "layer_idx", None)
-    return Look([(index, module)]) if isinstance(module, torch.nn.Module) and isinstance(index, int) else None
+    return ModelSnapshot([(index, module)]) if isinstance(module, torch.nn.Module) and isinstance(index, int) else None
 
 
 def another_model(reason: str) -> str:

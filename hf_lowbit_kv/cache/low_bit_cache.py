@@ -1,6 +1,8 @@
 """The cache that a user makes and passes to `generate(past_key_values=...)`.
 
-An interrupted forward pass leaves its tokens in some layers and not in others. The next pass notices that, and raises.
+It has one cache layer for each layer of the model: a `LowBitLayer`, or transformers' own (`native_layers`). This class checks
+options, and does what concerns all layers together: rows, cropping, forks, files, byte counts, and errors that must come
+before any layer stores a token.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
 from .cache_options import check_choice, one_of, unknown_option
-from .filled_by import Calibrated, FilledBy, Look, ModelRef, another_model, look_at
+from .filled_by import Calibrated, FilledBy, ModelRef, ModelSnapshot, another_model, snapshot_of
 from .implementation import warn_if_dense
 from .length_rope import ReadLengths, length_rope, warn_of_drop
 from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
@@ -39,8 +41,8 @@ from .native_layers import (
     SLIDING,
     can_crop,
     made_in_inference_mode,
-    make_anew_for_other_rows,
     native_layers,
+    replace_for_other_rows,
     tensors_of,
 )
 from .overrun import OverrunError, OverrunWatch
@@ -57,8 +59,8 @@ class LowBitCache(Cache, PushToHubMixin):
     Args:
         model_or_config: the model it will be used with, or `model.config`.
         key_format, value_format: page formats or their names (`"int4-channel"`, `"int2-token-g32"`, `"dense"`, ...).
-            Without them it is the preset `kivi-4-sink`; without one of them that one is `kivi-4`'s.
-        sink: first tokens of a row that stay in the model's dtype. Default: 32 without formats, otherwise 0.
+            Default: `"int4-channel"` and `"int4-token"`. Without both, the cache is that of the preset `kivi-4-sink`.
+        sink: first tokens of a row that stay in the model's dtype. Default: 0; 32 if neither format is given.
         residual: at least this many of a row's newest tokens stay in the model's dtype. Default: 128. 0 is allowed.
         residual_length: the same under transformers' name; giving both is an error.
         page_size: tokens that are packed together.
@@ -79,8 +81,8 @@ class LowBitCache(Cache, PushToHubMixin):
             repository with one, or the result of `calibrate`. `None`: the user's own and the bundled calibrations are
             searched.
         allow_other_weights: accept a calibration that was made for other weights of the same sizes (a fine-tune,
-            another adapter). Accuracy is not known then, and `summary()` says so.
-        attention_kind: refuse a model whose layers have another one: `"separate"` (keys and values) or `"latent"` (MLA).
+            another adapter). Accuracy is then unknown, as `summary()` shows.
+        attention_kind: accept only models with this attention kind: `"separate"` (keys and values) or `"latent"` (MLA).
 
     Raises:
         ValueError: the model cannot be served (encoder-decoder, nothing to pack, no attention interface); only the
@@ -94,8 +96,8 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    #: ids `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known; sums of their
-    #: embeddings if the prompt came as these (`stored_text`)
+    #: ids int64 `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known. For a
+    #: prompt of embeddings, their sums instead (`stored_text`)
     text: torch.Tensor | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
@@ -181,10 +183,11 @@ class LowBitCache(Cache, PushToHubMixin):
         self._calibrated: Calibrated | None = None
         # `lb.generate`, which borrows, compares in each call
         if made_for and not (allow_other_weights or isinstance(calibration, calibration_lookup.Borrowed)):
-            self._calibrated = Calibrated(made_for, self._look())
+            self._calibrated = Calibrated(made_for, self._snapshot())
         warn_of_drop(model_or_config)
 
-    #: how its latest decoding steps ran, where they were recorded; for `summary()`
+    #: how the latest decode steps ran, for `summary()`: recorded with which fused parts, or why eager. `None`: no recorder ran
+    #: them
     decoding_steps: str | None = None
 
     # ---- contents -------------------------------------------------------------------------------------------------
@@ -215,6 +218,14 @@ class LowBitCache(Cache, PushToHubMixin):
     # ---- methods that transformers calls --------------------------------------------------------------------------
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Pass the new tokens of a layer, `[B, H, n, head_dim]` in the model's dtype, to its cache layer.
+
+        Returns:
+            What the layer returns: with `lowbit_kv` the same `LayerView` twice, else dense keys and values.
+
+        Raises:
+            ValueError: the tokens cannot be stored (rows, dtype, room), or the model is not the one that filled the cache.
+        """
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer_idx={layer_idx}: the model has more layers than the cache was made for ({len(self)})"
@@ -225,7 +236,7 @@ class LowBitCache(Cache, PushToHubMixin):
         layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
         if layer_idx == self.guard.starts_at:
             self.guard.begin(self, tokens, kwargs.get("kwargs", {}))  # transformers hands its arguments on since 5.24
-            self._look_at_model(tokens)
+            self._note_or_check_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)
             if (model := self.model.alive()) is not None:
@@ -240,7 +251,7 @@ class LowBitCache(Cache, PushToHubMixin):
             warn_if_dense(layer.config, layer.holds_packed)
         if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
-        make_anew_for_other_rows(layer, rows)
+        replace_for_other_rows(layer, rows)
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             choice.warn_of_reference(self._first_packed_layer.why_slow_reference)
@@ -257,6 +268,7 @@ class LowBitCache(Cache, PushToHubMixin):
         return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int):
+        """Columns and first column of the mask that transformers makes for this pass. Raises like `check_overrun`."""
         if not torch.compiler.is_compiling():
             self.check_overrun(wait=False)
             # transformers asks for these sizes before it runs a compiled or recorded step
@@ -264,7 +276,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 layer.refresh()
             if query_length > 1 and self.guard.starts_at:
                 # by the time of `update` recurrent layers in front have read the tokens
-                self._look_at_model(query_length)
+                self._note_or_check_model(query_length)
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         if isinstance(offset, Seen):
             offset.cache = self
@@ -278,7 +290,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 except ValueError:
                     self.guard.take_back(layer_idx)
                     raise
-            make_anew_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
+            replace_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -573,35 +585,35 @@ class LowBitCache(Cache, PushToHubMixin):
         return f"{type(self).__name__}({name}keys={self.spec.key_format}, values={self.spec.value_format}, {transform}{fill})"
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0):
-        self._reads(layer_idx, state_idx)
+        self._begin_recurrent(layer_idx, state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         if layer_idx is not None and not hasattr(Cache, "get_conv_state"):  # transformers 5.17 calls this first
-            self._reads(layer_idx, state_idx or 0)
+            self._begin_recurrent(layer_idx, state_idx or 0)
         return super().has_previous_state(layer_idx, state_idx)
 
     def _check_whole(self) -> None:
         """Raise if the last forward pass was interrupted, i.e. stored its tokens only in some layers."""
         self.guard.check_whole(self)
 
-    def _look_at_model(self, tokens: int) -> None:
-        """A pass begins. Remember the model that fills an empty cache; raise if another model
-        continues a prompt."""
+    def _note_or_check_model(self, tokens: int) -> None:
+        """At the beginning of a pass, note the model that fills an empty cache, or raise if another model continues a
+        prompt."""
         first = self._first_packed_layer
         if not first.first_packed:  # the pool knows which texts its rows hold
             return
         if first.length.at_least == 0 or first.filled_by is None:
-            look = self._look()
-            if self._calibrated is not None and look is not None:
-                self._calibrated = self._calibrated.check(look, self.model.alive(), self.packed_sizes)
-            first.filled_by = FilledBy(look)
+            snapshot = self._snapshot()
+            if self._calibrated is not None and snapshot is not None:
+                self._calibrated = self._calibrated.check(snapshot, self.model.alive(), self.packed_sizes)
+            first.filled_by = FilledBy(snapshot)
         elif tokens > 1 and first.filled_by.running is None:  # otherwise the attention function knows the running model
             self.check_model()
 
-    def _look(self, model: Any = None) -> Look | None:
+    def _snapshot(self, model: Any = None) -> ModelSnapshot | None:
         model = self.model.alive() if model is None else model
-        return None if model is None else look_at(model, self.packed_sizes)
+        return None if model is None else snapshot_of(model, self.packed_sizes)
 
     def why_another_model(self, model: Any = None) -> str | None:
         """How a model differs from the one that computed the stored tokens, in words; `None`: it does not, or nothing is
@@ -611,7 +623,7 @@ class LowBitCache(Cache, PushToHubMixin):
             model: unwrapped; `None`: the one that the cache was made for.
         """
         first = self._first_packed_layer
-        if first.filled_by is None or not int(first.get_seq_length()) or (now := self._look(model)) is None:
+        if first.filled_by is None or not int(first.get_seq_length()) or (now := self._snapshot(model)) is None:
             return None
         return first.filled_by.difference(now)
 
@@ -620,8 +632,8 @@ class LowBitCache(Cache, PushToHubMixin):
         if (reason := self.why_another_model(model)) is not None:
             raise ValueError(another_model(reason))
 
-    def _reads(self, layer_idx: int, state_idx: int) -> None:
-        """A recurrent layer begins a pass. Raises if it, or the first packed layer, has not had all tokens of the last
+    def _begin_recurrent(self, layer_idx: int, state_idx: int) -> None:
+        """Note that a recurrent layer begins a pass. Raises if this layer, or the first packed layer, lacks tokens of the last
         pass."""
         if torch.compiler.is_compiling():
             self.guard.uncounted()

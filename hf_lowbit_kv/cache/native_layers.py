@@ -55,8 +55,8 @@ def native_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
     return layers
 
 
-def make_anew_for_other_rows(layer: Any, rows: int) -> None:
-    """Let an emptied layer of transformers allocate for another number of rows, as the packed layers do."""
+def replace_for_other_rows(layer: Any, rows: int) -> None:
+    """Make an empty native layer allocate again if the batch has another number of rows, as packed layers do."""
     if isinstance(layer, LowBitLayer):
         return
     if isinstance(layer, RECURRENT):

@@ -9,7 +9,7 @@ During capture, kernels of this package compute parts of the model (`fusing`). L
 captured compiled (`compiled_layers`).
 
 Stamps (`process_stamps`) determine how long a recording is valid. A replayed step runs no Python. So the counts that a
-step increases are found by comparing the state before and after an eager step (`python_state`, `counted`). Changes made
+step increases are found by comparing the state before and after an eager step (`python_state`, `increments`). Changes made
 during capture are undone (`snapshot`, `restore`).
 """
 
@@ -75,7 +75,7 @@ def forget_all() -> None:
 
 
 @functools.cache
-def _forgotten_at_exit() -> None:
+def _free_at_exit() -> None:
     util.Finalize(None, forget_all, exitpriority=0)
 
 
@@ -106,13 +106,17 @@ class RecordedStep:
 
 
 class _Recording(NamedTuple):
+    """A captured step of one kind."""
+
     graph: Graph
     inputs: list[torch.Tensor]
     """tensors that the graph reads; a replay first copies new values into them"""
     outputs: list[Any]
     """leaves of the model's result"""
     tree: Any
+    """structure of the model's result (`pytree`)"""
     counts: dict[tuple[int, str], int]
+    """by layer index and attribute, how much a step increases a number of a native layer (`increments`)"""
 
 
 class Recorder:
@@ -131,9 +135,9 @@ class Recorder:
 
     def _forget(self) -> None:
         self._recordings: OrderedDict[Any, _Recording] = OrderedDict()
-        self._warm: dict[
-            Any, dict[tuple[int, str], int]
-        ] = {}  # kinds of step that ran eagerly -> the counts that they increased
+        # by kind of step (`_kind`): increments of its last eager step, eager steps that could not be captured, and eager steps
+        # in which torch compiled something
+        self._warm: dict[Any, dict[tuple[int, str], int]] = {}
         self._tries: dict[Any, int] = {}
         self._compiling: dict[Any, int] = {}
         self._why_not: str | None = None
@@ -178,7 +182,7 @@ class Recorder:
             self._report = None  # a fused part may be given up
             if kind not in self._warm:
                 return self._warm_up(kind, model, inputs)
-            recording, reason = self._recorded(kind, model, cache, leaves, tree)
+            recording, reason = self._try_to_record(kind, model, cache, leaves, tree)
             if (reason := self._on_any_rank(reason)) is not None or recording is None:
                 if self._ranks.any(self._fusion.any):
                     self._fusion.give_up(str(reason))
@@ -188,7 +192,7 @@ class Recorder:
             self._recordings[kind] = recording
             if self._ranks.several:
                 watch_ranks(self._ranks.group)
-                _forgotten_at_exit()
+                _free_at_exit()
             if len(self._recordings) > KEPT_RECORDINGS:
                 self._recordings.popitem(last=False)
         return _replay(recording, cache, tensors)
@@ -206,7 +210,7 @@ class Recorder:
         assert self._seen is not None
         old, now = self._seen[0], model_stamp(model)
         self._seen = now, *self._seen[1:]
-        counts, reason = counted(before, python_state(cache))
+        counts, reason = increments(before, python_state(cache))
         fused = self._ranks.any(fusion.any)
         if self._ranks.any(compilations() != compiled):
             self._compiling[kind] = self._compiling.get(kind, 0) + 1
@@ -229,14 +233,14 @@ class Recorder:
             self._refuse(model, reason)
         return outputs
 
-    def _recorded(
+    def _try_to_record(
         self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any
     ) -> tuple[_Recording | None, str | None]:
         """A recording of the step, or the reason why there is none."""
         try:
             return self._record(kind, model, cache, leaves, tree), None
         except Exception as error:
-            return None, f"recording it failed: {_root(error)}"
+            return None, f"recording it failed: {_first_error(error)}"
 
     def _record(self, kind: Any, model: Any, cache: Any, leaves: list[Any], tree: Any) -> _Recording:
         arguments = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -258,6 +262,7 @@ class Recorder:
 
 
 def _replay(recording: _Recording, cache: Any, tensors: list[torch.Tensor]) -> Any:
+    """Run a recorded step on these inputs, advance the Python counts, and return the model's result in new tensors."""
     cache.packed_layers[0].get_mask_sizes(1)  # raises if there is no room
     for recorded, tensor in zip(recording.inputs, tensors, strict=True):
         recorded.copy_(tensor, non_blocking=True)
@@ -306,8 +311,8 @@ def _warn_once(model: Any, reason: str) -> None:
         )
 
 
-def _root(error: BaseException) -> str:
-    """The first error, in one line."""
+def _first_error(error: BaseException) -> str:
+    """The error that caused all others of the chain, in one line."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -338,9 +343,9 @@ def python_state(cache: Any) -> dict[tuple[int, str], Any]:
     return state
 
 
-def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
-    """The increments of numbers between two states, and the reason why a replay cannot repeat the step, or `None`: another
-    value changes."""
+def increments(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str | None]:
+    """How much each number grew between two states of `python_state`, by layer index and attribute. If another value changed,
+    nothing and the reason why a replay cannot repeat the step."""
     counts: dict[tuple[int, str], int] = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)
@@ -353,6 +358,7 @@ def counted(before: dict, after: dict) -> tuple[dict[tuple[int, str], int], str 
 
 
 def snapshot(cache: Any) -> tuple[list[dict[str, Any]], Any]:
+    """The attributes of each layer and of the pass guard, for `restore`."""
     layers = [{name: _copied(value) for name, value in vars(layer).items()} for layer in cache.layers]
     return layers, {name: _copied(value) for name, value in vars(cache.guard).items()}
 
@@ -363,6 +369,7 @@ def _copied(value: Any) -> Any:
 
 
 def restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
+    """Undo what Python code has changed in the cache since `snapshot`."""
     layers, guard = state
     vars(cache.guard).update(guard)
     for layer, attributes in zip(cache.layers, layers, strict=True):

@@ -93,13 +93,13 @@ class Drawn:
     logprobs: torch.Tensor | None
     """float32 `[n]`, if any sampler asks for them"""
     errors: dict[int, Exception]
-    """by place, what a sequence's own processors raised; its token means nothing"""
+    """by index of the sequence, the error of its own processors; its token is then meaningless"""
     impossible: torch.Tensor | None = None
-    """bool `[n]`, if any sampler draws: its probabilities are NaN, so its token means nothing"""
+    """bool `[n]`, whether the probabilities are NaN, so that the token is meaningless; `None`: no sampler draws"""
 
     @property
     def sent(self) -> torch.Tensor:
-        """int64 `[n]`, the tokens for the CPU; -1 in place of one that means nothing."""
+        """int64 `[n]`, the tokens for the CPU; -1 if a sequence's probabilities are NaN."""
         return self.tokens if self.impossible is None else self.tokens.masked_fill(self.impossible, -1)
 
 

@@ -36,14 +36,16 @@ from .shared_prefixes import SharedPrefixes
 
 @dataclass
 class _Pending:
-    """Drawn tokens on their way to the CPU."""
+    """Drawn tokens on their way to the CPU, one for each of `n` sequences."""
 
     sequences: list[Sequence]
     sampled: Drawn
     tokens: torch.Tensor
+    """int64 `[n]` on the CPU, valid after `arrival`; negative: the logits gave no probabilities"""
     logprobs: torch.Tensor | None
+    """float32 `[n]` on the CPU, valid after `arrival`; `None`: no sequence asked for them"""
     arrival: Any = None
-    """an event of the device; `None`: they are on the CPU"""
+    """CUDA event after the copies; `None`: the tokens are on the CPU"""
 
     @property
     def arrived(self) -> bool:
@@ -200,6 +202,7 @@ class Scheduler:
         return None
 
     def _refuse(self, request: Request, number: int) -> None:
+        """Finish a sequence whose request no row could hold, with an error as its result."""
         error = ValueError(
             f"{len(request.prompt_ids)} prompt tokens plus max_new_tokens={request.new_tokens} exceed the "
             f"{self.pool.max_length} tokens of a row: lower max_new_tokens or raise memory="
@@ -212,10 +215,10 @@ class Scheduler:
         return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
 
     def _try_admit(self, sequence: Sequence) -> bool:
-        """Give the sequence a row, or an error. Returns whether it waits no longer."""
+        """Give the sequence a row, or end it with an error. Returns `False` if it must wait for a row."""
         request, row = sequence.request, None
         try:
-            row = self.pool.admit(request.limit, lambda: self._known(request), self.prefixes.make_room)
+            row = self.pool.admit(request.limit, lambda: self._find_prefix(request), self.prefixes.make_room)
             if row is None:
                 return False
             self._assign_row(sequence, row, State.PREFILLING)
@@ -227,13 +230,13 @@ class Scheduler:
                 self.end(each, "error", error)
         return True
 
-    def _known(self, request: Request) -> Prefix | None:
-        """The longest beginning of a prompt that need not be read. It must be adopted at once."""
+    def _find_prefix(self, request: Request) -> Prefix | None:
+        """The longest stored prefix of the prompt, of other rows or of the `PrefixStore`. Adopt it before any row changes."""
         prefix = self.prefixes.find(request.prompt_ids)
         return self.kept.find(request, 0 if prefix is None else prefix.length) or prefix
 
     def _assign_row(self, sequence: Sequence, row: Row, state: State) -> None:
-        """Assign the row to the sequence."""
+        """Assign the row to the sequence, and make what its decoding needs: sampler, criteria, stop strings, text."""
         request, model = sequence.request, self.steps.model
         sequence.sampler = Sampler.of(model, request, sequence.number, sequence.seed)
         user_criteria = StoppingCriteriaList(request.options.get("stopping_criteria") or [])
@@ -293,7 +296,7 @@ class Scheduler:
         if sequence.looked_at is None:
             return
         added, sequence.looked_at = sequence.looked_at < self._prefixes_added, None
-        if added and row.length == 0 and (prefix := self._known(request)) is not None:
+        if added and row.length == 0 and (prefix := self._find_prefix(request)) is not None:
             self.pool.adopt(row, prefix)
         sequence.result.cached_tokens = row.length
 
@@ -331,7 +334,7 @@ class Scheduler:
     # ---- decoding -------------------------------------------------------------------------------------------------
 
     def _take_step(self) -> bool:
-        """Take a step of every row that has a token to store. Returns whether there was one."""
+        """Run one decode step of all rows that have a token to store. Returns whether there was such a row."""
         sequences = [each for each in self.decoding if each.tokens_drawn < each.request.new_tokens]
         if not sequences:
             return False
@@ -352,16 +355,17 @@ class Scheduler:
             texts.append(None if each.text is None else each.text[:, :length])
         sampled = draw(logits, [each.sampler for each in sequences], texts)
         slots = [each.row.slot for each in sequences]
-        even = slots == list(range(len(slots)))
+        consecutive = slots == list(range(len(slots)))
         newest = self.steps.newest
-        newest[slice(len(slots)) if even else on_device(slots, newest.device)] = sampled.tokens
+        newest[slice(len(slots)) if consecutive else on_device(slots, newest.device)] = sampled.tokens
         for index, each in enumerate(sequences):
             if each.text is not None:
                 each.text[0, len(each.request.prompt_ids) + each.tokens_drawn] = sampled.tokens[index]
             each.tokens_drawn += 1
-        self._pending.append(self._on_its_way(sequences, sampled))
+        self._pending.append(self._send_to_cpu(sequences, sampled))
 
-    def _on_its_way(self, sequences: list[Sequence], sampled: Drawn) -> _Pending:
+    def _send_to_cpu(self, sequences: list[Sequence], sampled: Drawn) -> _Pending:
+        """Start copying drawn tokens to the CPU. Does not wait."""
         if not self._tokens_arrive_late:
             return _Pending(sequences, sampled, sampled.sent, sampled.logprobs)
         sent = sampled.sent
@@ -378,6 +382,7 @@ class Scheduler:
         return _Pending(sequences, sampled, host[0], host[1], arrival)
 
     def _settle_arrived(self) -> None:
+        """`_settle` all tokens that have arrived, oldest first. Does not wait."""
         while self._pending and self._pending[0].arrived:
             self._settle(self._pending.popleft())
 
@@ -405,7 +410,7 @@ class Scheduler:
             if logprobs is not None and sequence.sampler.logprobs:
                 result.logprobs.append(logprobs[index])
             try:
-                self._tell(sequence, tokens[index])
+                self._stream(sequence, tokens[index])
                 reason = "stop" if sequence in stopped else self._why_ended(sequence, tokens[index])
             except Exception as problem:  # of the caller's streamer or criterion: the other requests go on
                 self.end(sequence, "error", problem)
@@ -413,20 +418,22 @@ class Scheduler:
             if reason is not None:
                 self.end(sequence, reason)
 
-    def _tell(self, sequence: Sequence, token: int) -> None:
+    def _stream(self, sequence: Sequence, token: int) -> None:
+        """Pass the token to the request's streamer, if it has one."""
         if (streamer := sequence.request.options.get("streamer")) is not None:
             streamer.put(torch.tensor([token]))
 
     def _why_ended(self, sequence: Sequence, token: int) -> FinishReason | None:
+        """The reason why the sequence ends with this token, or `None`. Stop strings are checked before."""
         request = sequence.request
         if token in request.end_tokens:
             return "stop"
         reason: FinishReason | None = None
         if sequence.criteria:
             ids = on_device([sequence.ids], self.steps.device)
-            nothing: Any = None
+            no_scores: Any = None
             for criterion in sequence.criteria:
-                if bool(torch.as_tensor(criterion(ids, nothing)).all()):
+                if bool(torch.as_tensor(criterion(ids, no_scores)).all()):
                     reason = reason or ("length" if isinstance(criterion, MaxTimeCriteria) else "stop")
         if reason is None and len(sequence.result.generated_tokens) >= request.new_tokens:
             reason = "length"
@@ -465,6 +472,7 @@ class Scheduler:
         self.finished.append(sequence.result)
 
     def _complete(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Fill in the reason, the error and the decoded text of the sequence's result."""
         result = sequence.result
         result.finish_reason = reason
         result.error = None if error is None else described(error)

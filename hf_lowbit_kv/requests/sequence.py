@@ -38,14 +38,14 @@ class Sequence:
     overtaken: int = 0
     """later requests that got a row while this one waited"""
     tried_at: int = -1
-    """`Scheduler._rows_freed` when it did not fit"""
+    """`Scheduler._rows_freed` when it last did not fit"""
     text: torch.Tensor | None = None
     """int64 `[1, limit]` on the device, for processors that read it"""
     tokens_drawn: int = 0
     """number of tokens drawn; the last one may not have arrived on the CPU yet"""
     looked_at: int | None = 0
-    """`Scheduler._prefixes_added` when a kept beginning of its prompt was looked for; `None`: its prompt is being read"""
-    # `begin` sets these
+    """`Scheduler._prefixes_added` at the last search for a prefix of its prompt; `None`: its prompt is being prefilled"""
+    # `Scheduler._assign_row` sets these
     row: Row = None  # type: ignore[assignment]
     sampler: Sampler = None  # type: ignore[assignment]
     criteria: list[Any] = field(default_factory=list)
@@ -71,8 +71,8 @@ _NO_TOKEN = 2**31 - 1
 
 
 def stopped_by_strings(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
-    """The sequences that end with a stop string once they have these tokens. One check for all that have the same stop
-    strings, of as many tokens as those can have."""
+    """The sequences that end with a stop string after these tokens, one token per sequence. Sequences with the same stop
+    strings are checked together, on as many tokens as the longest stop string can have."""
     groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
     for sequence, token in zip(sequences, tokens, strict=True):
         if sequence.stop_strings is not None and sequence.has_row and token >= 0:  # below 0: none was drawn

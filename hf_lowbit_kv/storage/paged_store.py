@@ -28,8 +28,8 @@ from .page_pool import PageTables, Slab, upload
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
 #: numbers of `LayerState.scratch` for each row and KV head
 SCRATCH = 32
-#: growing caches add pages by this many per row
-PAGES_PER_BLOCK = 8
+#: pages per row of a slab that a growing cache adds
+SLAB_PAGES_PER_ROW = 8
 
 
 class LayerState(NamedTuple):
@@ -72,7 +72,7 @@ class LayerState(NamedTuple):
         return [x for field in self for x in (field if isinstance(field, (list, tuple)) else (field,))]
 
     def rows(self, rows: slice) -> LayerState:
-        """The state of some of the rows."""
+        """The state of a range of rows. The pool is shared."""
         chosen = {
             name: getattr(self, name)[rows] for name in self._fields if name not in ("pool", "scratch", "parameters")
         }
@@ -128,7 +128,7 @@ class LayerStore:
         self._forget()
 
     def rows(self, rows: slice) -> LayerStore:
-        """Some of the rows."""
+        """A store of a range of rows, on the same memory."""
         return LayerStore(self.state.rows(rows), self.spec)
 
     @property
@@ -194,7 +194,7 @@ class PagedStore(LayerStore):
         self.capacity = capacity
         self.tables = tables or PageTables(batch_size, max(spec.pages_for(capacity or 0), 1))
         self._slabs: list[Slab] = []  # those of `state.pool`
-        self._version = -1  # of the tables, when tensors were brought to their numbers
+        self._version = -1  # that of the tables when `_follow` last ran
         self._follow()
 
     # ---- capacity -------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class PagedStore(LayerStore):
     def width_for(self, length: int) -> int:
         """Pages per row, as a growing store adds them, for rows of `length` tokens."""
         missing = max(self.spec.pages_for(length) - self.pages_per_row, 0)
-        return self.pages_per_row + -(-missing // PAGES_PER_BLOCK) * PAGES_PER_BLOCK
+        return self.pages_per_row + -(-missing // SLAB_PAGES_PER_ROW) * SLAB_PAGES_PER_ROW
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. A growing store adds slabs; a preallocated store has the room
@@ -242,12 +242,13 @@ class PagedStore(LayerStore):
         adopted: np.ndarray,
         width: int,
     ) -> None:
-        """Let the empty rows of a growing store have pages of these slabs.
+        """Attach slabs that hold packed pages to a growing store whose rows are empty.
 
         Args:
-            memory: uint8 `[n, H, page_bytes]` each. slabs: their counts; `None`: they are used only here.
-            table: int64 `[B, P]`: page numbers through these slabs. adopted: bool `[B, P]`: entries that use a page of
-                `slabs`; the others get a page of a new slab.
+            memory: the slabs' pages, uint8 `[n, H, page_bytes]` each.
+            slabs: their reference counts; `None`: nobody else uses these slabs.
+            table: int64 `[B, P]`: page numbers, counted through these slabs.
+            adopted: bool `[B, P]`: entries that use a page of `slabs`; the others get a page of a new slab.
             width: pages of each row.
         """
         with self._changing() as first:
@@ -280,11 +281,13 @@ class PagedStore(LayerStore):
         chosen: torch.Tensor | None = None,
         windows: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Bring memory, table and addresses to the numbers of `tables`. Everything is allocated before a growing store
+        """Update slabs, page table and addresses after `tables` has changed. Everything is allocated before a growing store
         changes: memory may run out, and stored tokens must stay readable.
 
         Args:
-            memory: of slabs that have some already. chosen: rows that were chosen, and `windows` their other tensors.
+            memory: pages of the slabs that are allocated already; the others are allocated here.
+            chosen: int64 `[new B]`, the old row of each row, if rows were selected.
+            windows: the other tensors of these rows, by field of `LayerState`.
         """
         tables, state, change = self.tables, self.state, self.tables.change
         if self._version == tables.version:
@@ -296,10 +299,10 @@ class PagedStore(LayerStore):
         is_next_version = self._version == tables.version - 1 and (chosen is None) == (change.chosen is None)
         in_place = self.capacity is not None and state.page_table.shape == tables.table.shape
         if is_next_version and chosen is None and tables.slabs == self._slabs and not len(change.entries[0]):
-            self._version = tables.version  # as after most crops
+            self._version = tables.version  # nothing to write: most crops change no page number
             return
         entries = change.entries if is_next_version else tuple(np.indices(tables.table.shape).reshape(2, -1))
-        written = self._numbers(pool, *entries)
+        written = self._table_entries(pool, *entries)
         new = [
             _resized(tensor, tables.table.shape, chosen if is_next_version else None, in_place)
             for tensor in (state.page_table, state.page_address)
@@ -321,8 +324,8 @@ class PagedStore(LayerStore):
                 self._mark_static()
         self.batch_size, self._slabs, self._version = tables.rows, list(tables.slabs), tables.version
 
-    def _numbers(self, pool: list[torch.Tensor], rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
-        """int64 `[4, n]` on the device: entries of the table, their page numbers and addresses."""
+    def _table_entries(self, pool: list[torch.Tensor], rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+        """For entries of the page table, int64 `[4, n]` on the device: row, column, page number, address in bytes."""
         numbers = self.tables.table[rows, columns]
         slab, index = self.tables.locate(numbers)
         starts = np.array([each.data_ptr() - pool[0].data_ptr() for each in pool], dtype=np.int64)
@@ -454,7 +457,8 @@ def _counts_in(record: torch.Tensor, store: PagedStore) -> bool:
 
 
 def _resized(tensor: torch.Tensor, shape: tuple[int, ...], chosen: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-    """A page table or addresses `[B, P]` of the chosen rows, with room for this shape; `in_place`: perhaps itself."""
+    """Rows `chosen` (`None`: all) of a page table or of addresses `[B, P]`, zero-padded to `shape`. in_place: `tensor` itself
+    may be returned."""
     new = tensor if chosen is None else tensor[chosen]
     if new.shape == shape:
         return new if in_place or new is not tensor else new.clone()
@@ -480,8 +484,8 @@ def write_pages(pool: list[torch.Tensor], ids: torch.Tensor, contents: torch.Ten
 
 
 def words_of(pages: torch.Tensor) -> torch.Tensor:
-    """Pages, uint8 `[..., page_bytes]`, as numbers of 8 bytes where their size allows it: PyTorch copies chosen pages number
-    by number."""
+    """Pages, uint8 `[..., page_bytes]`, viewed as int64 if alignment allows it. PyTorch copies indexed pages number by number,
+    so this takes an eighth of the copies."""
     aligned = pages.shape[-1] % 8 == 0 and pages.is_contiguous() and pages.storage_offset() % 8 == 0
     return pages.view(torch.int64) if aligned else pages
 

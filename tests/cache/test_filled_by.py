@@ -262,22 +262,22 @@ def test_restored_contents_belong_to_the_model_that_restored_them(adapted, tmp_p
 
 def test_offloaded_weights_are_not_compared():
     model = tiny_models("llama")[0]
-    look = filled_by.look_at(model, [0, 1])
+    snapshot = filled_by.snapshot_of(model, [0, 1])
     model.model.layers[1].to("meta")
-    assert look.difference(filled_by.look_at(model, [0, 1])) is None
+    assert snapshot.difference(filled_by.snapshot_of(model, [0, 1])) is None
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(2)
-    assert look.difference(filled_by.look_at(model, [0, 1])) == "k_proj.weight of layer 0 has other numbers"
+    assert snapshot.difference(filled_by.snapshot_of(model, [0, 1])) == "k_proj.weight of layer 0 has other numbers"
 
 
 def test_decode_steps_do_not_look(monkeypatch):
-    model, looks = tiny_models("llama")[0], []
-    monkeypatch.setattr(low_bit_cache, "look_at", lambda *args: looks.append(1) or filled_by.look_at(*args))
+    model, snapshots = tiny_models("llama")[0], []
+    monkeypatch.setattr(low_bit_cache, "snapshot_of", lambda *args: snapshots.append(1) or filled_by.snapshot_of(*args))
     cache = lb.from_preset("dense", model, **SMALL_PAGES)
     first = plain(model, ids_of(80), cache)
-    assert len(looks) == 1
+    assert len(snapshots) == 1
     plain(model, torch.cat([first, ids_of(30, 1)], dim=1), cache)
-    assert len(looks) == 2
+    assert len(snapshots) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -104,7 +104,7 @@ class Device:
     def __init__(self, scheduler, events):
         self.given, self.events = 0, events
         scheduler._tokens_arrive_late = True
-        scheduler._on_its_way = lambda sequences, drawn: _Pending(
+        scheduler._send_to_cpu = lambda sequences, drawn: _Pending(
             sequences, drawn, drawn.sent, drawn.logprobs, Arrival(self)
         )
 
