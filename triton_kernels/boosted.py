@@ -22,8 +22,9 @@ from .common import as_operand, load_tokens, padded_width, query_dot, value_dot
 
 TWO_24 = affine.TWO_24
 
-#: the fields that `affine` reads, and these: boosted channels, their number padded, words of a boosted channel; bytes
-#: from the start of the part to the two arrays and to their ends, unused bytes after each; how channels are chosen
+#: fields in addition to those of `affine.Params`. count: boosted channels; rows: their number, padded; words: int16 words of
+#: a boosted channel; high_at, map_at, ends: offsets in bytes of the two arrays, and of their ends; gaps: unused bytes after
+#: each; folds, score, seed: how channels are chosen
 _OWN = ("count", "rows", "words", "high_at", "map_at", "ends", "gaps", "folds", "score", "seed")
 Params = namedtuple("Params", (*affine.Params._fields, *_OWN))
 
@@ -108,9 +109,9 @@ def _mixed_scores(page, prepared, channel, n0, valid, factor, BLOCK_N: tl.conste
         s = query_dot(prepared[2 + j], _key_plane(page, low, n0, j, TYPE, T, P), s, T)
     # size is a power of two, or 0 if all of q is 0
     inverse = tl.where(size > 0, (0x7F000000 - size.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True), 0.0)
-    # Small keys have small scales, of which float16 would keep few bits. So the scales are multiplied by a power of
-    # two, and the products divided by it. The largest scale becomes 2^14, which float16 just holds, so that bits of far
-    # smaller scales are kept.
+    # Small keys have small scales, which are subnormal in float16 and lose bits. So the scales are multiplied by a power of
+    # two, and the products divided by it. The largest scale becomes about 2^14, near the limit of float16, so that much
+    # smaller scales keep their bits.
     exponent = tl.max(tl.where(row < P.count, scale, 0.0), 0).to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.where(exponent > 0, exponent - (14 << 23), 0)
     unit = exponent.to(tl.float32, bitcast=True)
@@ -270,8 +271,8 @@ def _scores(x, low, high, channel, P: tl.constexpr):
 
 @triton.jit
 def _largest(keys, COUNT: tl.constexpr):
-    """1 for the COUNT largest of `keys` (int32 `[n]`), 0 for the others. Of equal keys the first ones win; negative
-    keys never do."""
+    """1 for the COUNT largest of `keys` (int32 `[n]`), 0 for the others. The first of equal keys wins; a negative key is
+    never chosen."""
     threshold = 0  # find, bit by bit, the largest number that COUNT keys reach
     for i in range(31):
         candidate = threshold | (1 << (30 - i))

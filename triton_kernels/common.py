@@ -68,8 +68,8 @@ def real_tokens(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pages_due(spec: LayerSpec, tokens: int, pages: int) -> int:
-    """The largest number of pages of a row that `tokens` new tokens fill: at most the tail and the new tokens are packed, after
-    a partial page."""
+    """The largest number of pages of a row that `tokens` new tokens fill, up to `pages`: the tail and the new tokens are
+    packed, after a partial page."""
     return min((tokens + spec.tail_size) // spec.page_size + (2 if spec.direct else 1), pages)
 
 

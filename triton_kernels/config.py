@@ -9,7 +9,7 @@ import torch
 
 #: tokens of the tail per split
 TAIL_SPLIT = 64
-#: of a program of the merge kernel: splits that it merges at a time, and its channels
+#: splits that a program of the merge kernel merges at a time, and its channels
 MERGE_SPLITS = 256
 MERGE_CHANNELS = 32
 #: warps of a program that stores one token and packs a due page
@@ -19,9 +19,8 @@ TRANSFORM_ROWS = 4
 #: number of multiprocessors assumed if there is no device to query (interpreter)
 DEFAULT_PROCESSORS = 132
 
-#: a backend attends directly to packed pages for up to this many query rows of a KV head (tokens x heads of its group);
-#: `prompt.py` serves more query rows. Near here both take equally long on an H200; for `cuda`
-#: the limit is a bit lower
+#: largest number of query rows of a KV head (tokens x heads of its group) with which a backend attends directly to packed
+#: pages; `prompt.py` takes more. On an H200 both paths take equally long near this limit, for `cuda` slightly below it
 FUSED_ROWS = {"triton": 128, "cuda": 256}
 #: largest size in bytes of the buffer that `prompt.py` unpacks into, and of the results that it carries from stretch to
 #: stretch
@@ -37,9 +36,9 @@ class Config(NamedTuple):
     window_n: int
     num_warps: int
     num_stages: int
-    #: programs that a multiprocessor should be given
+    #: wanted number of programs per multiprocessor
     programs: int
-    #: registers a thread may use, or `None`: the compiler's choice
+    #: limit of registers per thread; `None`: the compiler's choice
     registers: int | None = None
     #: whether tokens are the left operand of products, and query rows the narrow right one (`common`: T = 0)
     swapped: bool = False
@@ -52,11 +51,10 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-#: for one or a few tokens with at most 16 query rows of a KV head. Each row of the table holds up to a width of a plane
-#: of values. Measured on an H200 at head size 128. One warp suits 16 channels; more warps
-#: would compute a product twice. Registers are limited so that 12 programs fit on a multiprocessor; with more than 8
-#: query rows the kernel would spill. Nothing here needs more than 48 KiB of shared memory, so all devices from sm80 on
-#: use the same table.
+#: launches for at most 16 query rows of a KV head, by the largest width of a plane of values. Measured on an H200 at head size
+#: 128. One warp suits 16 channels; more warps would compute a product twice. Registers are limited so that 12 programs fit on
+#: a multiprocessor; with more than 8 query rows the kernel would spill. No launch needs more than 48 KiB of shared memory, so
+#: all devices from sm80 on use the same table.
 DECODE = (
     (16, Config(16, 64, 16, num_warps=1, num_stages=3, programs=12, registers=168, swapped=True)),
     (32, Config(16, 64, 32, num_warps=2, num_stages=3, programs=8, swapped=True)),

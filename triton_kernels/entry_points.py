@@ -91,8 +91,8 @@ def _prepare(k, v, spec: LayerSpec) -> _Sides:
 
 @functools.cache
 def _chained(device: torch.device) -> bool:
-    """Whether kernels of a step are launched before the previous kernel has ended (programmatic dependent launch, sm90
-    and later). Such a kernel first waits for the end of the previous one. So all earlier kernels have ended too."""
+    """Whether kernels of a step are launched before the previous kernel has ended (programmatic dependent launch, sm90 and
+    later). A kernel launched in this way begins by waiting for the previous kernel, and thereby for all earlier ones."""
     return _takes_ptx(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -84,9 +84,8 @@ def triton_serves(device: torch.device) -> bool:
 
 
 def why_gpu_cannot_launch() -> str | None:
-    """Why neither Triton nor PyTorch's compiled steps can launch kernels on this machine's GPU, or `None`. There is a reason
-    if there is a GPU, no launcher can be built, and none was built earlier (with one in Triton's cache, the others may be
-    there too)."""
+    """Why neither Triton nor PyTorch's compiled steps can launch kernels on this machine's GPU; `None`: they can, or there is
+    no GPU. They cannot if no launcher can be built and Triton's cache has none."""
     if not torch.cuda.is_available() or (reason := why_triton_cannot_launch()) is None:
         return None
     try:

@@ -82,8 +82,8 @@ def _readers(module: torch.nn.Module, view: LayerView) -> tuple[bool, bool]:
 def _masks_of_new_tokens(
     module: torch.nn.Module, query: torch.Tensor, view: LayerView, mask: torch.Tensor | None, position_ids: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The padding of new tokens, bool `[B, S]`, and which of them attend to which, if attention is not causal. Checks that the
-    new tokens follow the stored ones."""
+    """Padding mask of the new tokens, bool `[B, S]`, and their attention mask if it is not causal; `None`: not needed. Checks
+    that the new tokens follow the stored ones."""
     if getattr(mask, _ALL_REAL, False):
         mask = None
     elif getattr(mask, _OF_KEYS, False):
@@ -257,14 +257,14 @@ def lowbit_mask(
 
 
 def _cuts_masks(config: Any) -> bool:
-    """Whether a model may cut the queries of a prompt, and with them masks `[B, 1, S or 1, n]`, to those whose logits are
-    kept (Gemma 4, in layers that attend to other layers' keys and values)."""
+    """Whether a model may drop the queries of a prompt whose logits are not needed, and their rows of masks `[B, 1, S or 1,
+    n]`. Gemma 4 does, in layers that attend to other layers' keys and values."""
     return bool(getattr(config, "num_kv_shared_layers", None))
 
 
 def _shows_all_before(mask_function: Callable) -> bool:
-    """Whether a token attends to all that come before it: the mask is causal, or transformers' union (`or_masks`) of a causal
-    one and others, such as that of an image's tokens."""
+    """Whether each token attends to all earlier tokens: the mask is causal, or transformers' union (`or_masks`) of a causal
+    mask and others, such as the mask of an image's tokens."""
     from transformers.masking_utils import causal_mask_function
 
     parts = _united(mask_function)
@@ -272,7 +272,7 @@ def _shows_all_before(mask_function: Callable) -> bool:
 
 
 def _united(mask_function: Callable) -> Sequence[Callable]:
-    """The parts of transformers' union of masks (`or_masks`), the model's own one first; of another mask itself."""
+    """The parts of transformers' union of masks (`or_masks`), the model's own mask first. Any other mask is its only part."""
     from transformers.masking_utils import or_masks
 
     if getattr(mask_function, "__code__", None) is not or_masks().__code__:
@@ -303,8 +303,8 @@ def _is_causal_in_new_tokens(
 
 
 def _new_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) -> torch.Tensor:
-    """Those of the new tokens, which begin at position `offset`. transformers may pass the mask of all tokens seen, of all
-    that a preallocated cache has room for, of the new tokens only, or what `lowbit_mask` returned."""
+    """The columns of the new tokens, which begin at position `offset`: bool `[B, tokens]`. transformers may pass the mask of
+    all tokens seen, of a preallocated cache's whole capacity, of the new tokens only, or the result of `lowbit_mask`."""
     columns = mask.shape[1]
     if tokens > 1 and not torch.compiler.is_compiling():
         offset = int(offset)  # a prompt may wait for the device

@@ -56,9 +56,9 @@ class CacheContents(NamedTuple):
 
 
 def restorable(contents: CacheContents, match: int) -> int:
-    """How many tokens of a text can be restored from the contents of a cache that holds another one, if they have the first
-    `match` tokens in common: all of them at the end of the contents or in the window, else whole pages (`whole_pages`). Native
-    layers have only the end. The contents have one row."""
+    """How many tokens of a text can be restored from the one row of these contents, if both texts have the first `match`
+    tokens in common. If the match ends with the contents, or inside the window: all of them. Otherwise whole pages
+    (`whole_pages`); none with native layers, which have only the state at the end."""
     layers = [(layer.spec, layer.tokens) for layer in contents.layers.values()]
     if match == layers[0][1].lengths[0]:
         return match
@@ -70,11 +70,11 @@ def restorable(contents: CacheContents, match: int) -> int:
 
 
 def whole_pages(kept: Iterable[tuple[LayerSpec, int]], match: int) -> int:
-    """How many tokens of a match with a kept prompt can be restored from pages only: whole pages, `residual` tokens before
-    the end of the match. 0 if the layers' pages do not end at the same tokens.
+    """How many tokens of a match with a kept prompt can be restored from pages only. They end with a page, at least `residual`
+    tokens before the end of the match. 0 if the layers' pages do not end at the same tokens.
 
     Args:
-        kept: of each packed layer its spec, and how many tokens of the text are in pages.
+        kept: for each packed layer, its spec and how many tokens of the text are in pages.
     """
     specs, paged = zip(*kept, strict=True)
     if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
@@ -139,8 +139,8 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
 @torch.no_grad()
 @torch.inference_mode(False)
 def put(cache: Any, contents: CacheContents, model: Any) -> None:
-    """Put these contents into an empty cache of this model in which they fit. A preallocated cache copies them. What is
-    not on its layer's device is copied to it."""
+    """Put these contents into an empty cache of this model that has room for them. A preallocated cache copies all tensors;
+    a growing cache copies only those on another device than their layer."""
     known: dict[Any, Any] = {}
     device_of = layer_devices(model)
     for index, part in contents.layers.items():

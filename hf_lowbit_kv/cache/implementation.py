@@ -119,8 +119,13 @@ def describe(config: Any) -> str:
 
 
 def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
-    """Why foreign code received our keys and values: no model runs, another one does, or the architecture computes with
-    them. use: the operation that failed, e.g. "cannot be indexed". model_side: that of the layer, if known."""
+    """Why other code than our attention function received a `LayerView`: no model runs, the running model uses another
+    attention implementation, or its architecture computes with keys and values.
+
+    Args:
+        use: the operation that failed, e.g. "cannot be indexed".
+        model_side: that of the layer, if known.
+    """
     if (module := _running_module(sys._getframe(1))) is None:
         return DIRECT.format(use.replace("have", "has", 1))
     if (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
@@ -142,8 +147,8 @@ def _running_module(frame: FrameType | None) -> Any:
 
 
 def refuse_backward(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`out`, whose backward pass raises. The cache holds detached tensors, so their part of the gradients would be
-    missing silently. source: the tensor whose gradients are wanted. If there are none, `out` itself is returned."""
+    """`out`, but its backward pass raises. The cache holds detached tensors, so gradients through them would be missing
+    without an error. source: a tensor that may require gradients; if it does not, `out` itself is returned."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and source.requires_grad):
         return out
     return _WithoutGradient.apply(out, source)

@@ -104,7 +104,7 @@ class UpProjection:
         return dense
 
 
-#: caches that use a module whose steps may be compiled; the method stays replaced for them
+#: by attention module, the caches whose compiled steps use it; while there are any, its method stays replaced
 _holders: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakSet[ModelSide]] = weakref.WeakKeyDictionary()
 
 

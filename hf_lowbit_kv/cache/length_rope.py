@@ -1,12 +1,11 @@
 """Rotary embeddings that depend on the length of a text: `longrope` and dynamic NTK (`dynamic`).
 
 transformers chooses the frequencies of a forward pass by the longest row, for all tokens of the pass. Stored keys keep the
-frequencies of the pass that read them. Up to `LengthRope.limit` tokens the length changes nothing. Beyond it `longrope` has one
-other set, and `dynamic` another one for each length. So a text that is read in parts across the limit differs from the same
-text read whole.
+frequencies of the pass that computed them. Up to `LengthRope.limit` tokens the length changes nothing. Beyond the limit
+`longrope` has one other set of frequencies, and `dynamic` has one for each length. So a prompt that is prefilled in chunks
+across the limit gets other keys than the same prompt prefilled at once.
 
-The length that chose the frequencies of a pass is called its `read length` here: that of the longest row, or the one that
-`prefill_length` names.
+The *read length* of a pass is the length that chose its frequencies: that of the longest row, or `prefill_length`.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ def _made_by_user(frame: FrameType | None) -> bool:
     return frame is None or frame.f_globals.get("__name__", "").split(".")[0] != folder.split(".")[0]
 
 
-# ---- what a cache has read ------------------------------------------------------------------------------------------------
+# ---- read lengths of a cache ------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -67,7 +67,7 @@ class LowBitLayer(CacheLayerMixin):
 
     Args:
         spec: formats and window.
-        config: the model's text configuration; it says which attention implementation is selected.
+        config: the model's text configuration, which names the selected attention implementation.
         num_kv_heads: expected number of KV heads, or `None`.
         max_cache_len: tokens to preallocate for, or `None` to grow.
         backend: see `backends.choice`.
@@ -78,13 +78,13 @@ class LowBitLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
-    #: whether it is the cache's first packed layer, which makes the checks that are needed once a pass
+    #: whether this is the cache's first packed layer, which runs the checks that are needed once per pass
     first_packed = False
     #: indices of the first and the last layer that attends to the tokens of a pass; `None`: only this layer
     readers: tuple[int, int] | None = None
     #: masks of the new tokens, kept for later layers that attend to them: padding, and allowed pairs (see `prefill`)
     new_token_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    # `_forget` sets these and says what they count
+    # `_forget` sets and describes these
     _in_tail: int
     filled_by: FilledBy | None
     _padding: Padding
@@ -143,7 +143,7 @@ class LowBitLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _shared_tables(self) -> PageTables | None:
-        """The page numbers that another layer of the cache has made for as many rows; `None`: there are none."""
+        """The page numbers of another layer with the same paging and number of rows; `None`: there is no such layer."""
         tables = self.tables.get(self.spec.paging)
         return tables if tables is not None and tables.rows == self.batch_size else None
 
@@ -213,7 +213,7 @@ class LowBitLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:
         """Length and offset of the keys that a mask must cover. Our attention function needs a mask only for the new tokens.
 
-        transformers calls this before any layer runs, so new tokens that are none or do not fit are rejected here.
+        transformers calls this before any layer runs, so empty chunks and chunks that do not fit are rejected here.
         """
         seen = self.get_seq_length()
         if query_length == 0 and not int(seen):
@@ -545,7 +545,11 @@ class LowBitLayer(CacheLayerMixin):
 
 
 def contents_of_forks(layers: Sequence[LowBitLayer], max_cache_len: int | None, n: int = 1) -> list[list[Contents]]:
-    """What `n` forks of these layers hold, for this many tokens (`None`: growing). Waits for the device."""
+    """Contents of `n` forks of these layers, for each fork and layer. Waits for the device.
+
+    Args:
+        max_cache_len: capacity of the forks in tokens per row; `None`: they grow.
+    """
     stores = fork_stores([layer.store for layer in layers if layer.store is not None], max_cache_len, n)
     lengths = fork_lengths([layer.length for layer in layers], max_cache_len, n)
     out = []

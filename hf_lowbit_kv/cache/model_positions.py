@@ -1,8 +1,8 @@
 """Positions that a model keeps in its modules instead of in its cache: `rope_deltas` of Qwen-VL and its relatives, the distance
-between a token's place in the text and its position after images.
+between a token's index in the text and its position after images.
 
-The model has those of the text that it read last. A cache remembers those of its own text, so that they can be copied,
-saved, and restored in the model before the text continues.
+The model has the positions of the text that it processed last. A cache keeps those of its own text. So they can be copied and
+saved, and restored in the model before that text continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Values = dict[str, Any]
 
 #: by model: the modules that keep positions, by attribute
 _places: weakref.WeakKeyDictionary[Any, list[tuple[str, Any, str]]] = weakref.WeakKeyDictionary()
-#: by model: the positions of the text that it read last with a low-bit cache, as the model has them
+#: by model: the positions of the text that it processed last with a low-bit cache; the model's own objects
 _last: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -39,7 +39,7 @@ class ModelPositions:
     """The positions of one cache's text.
 
     Attributes:
-        values: by place, with a row for each row of the cache; `None`: nothing was read.
+        values: by module and attribute, with a row for each row of the cache; `None`: the cache is empty.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Native layers of a cache: those that stay transformers' own (sliding, linear, recurrent)."""
+"""Native layers: the layers of a cache that are transformers' own (sliding-window, linear, recurrent)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from .low_bit_layer import LowBitLayer
 
 
 class RecordableSlidingLayer(StaticSlidingWindowLayer):
-    """transformers' layer, with another way to store a token in a full window. transformers sends an index from the CPU
-    to the device, which a CUDA graph cannot contain. This class writes to the last slot by a slice."""
+    """transformers' layer, but a CUDA graph can contain its update. transformers copies an index from the CPU to the GPU to
+    store a token in a full window; this class writes to the last slot by a slice."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """As in transformers: takes keys and values `[B, H, S, D]` of new tokens, returns those that these attend
-        to."""
+        """Store keys and values `[B, H, S, D]` of new tokens. Returns all keys and values to which they attend."""
         full = self.is_initialized and self.cumulative_length_int >= self.max_cache_len
         if not full or key_states.shape[-2] > 1 or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
@@ -39,13 +38,13 @@ class RecordableSlidingLayer(StaticSlidingWindowLayer):
 #: transformers' layers that count their tokens, and those that keep a state instead of tokens
 SLIDING = (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
 RECURRENT = LinearAttentionCacheLayerMixin
-#: layers that keep nothing: they attend to another layer's keys and values, or not at all. Before 5.24 there are none
+#: layers that store nothing: they attend to another layer's keys and values, or not at all. transformers has them since 5.24
 STORES_NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 
 @torch.inference_mode(False)  # their counters must be writable outside it
 def native_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
-    """The layers that transformers itself would make."""
+    """The cache layers that transformers would create for this model."""
     if max_cache_len is None:
         return list(DynamicCache(config=config).layers)
     layers = list(StaticCache(config=config, max_cache_len=max_cache_len).layers)

@@ -1,7 +1,7 @@
 """Checks of a cache's forward passes: interruption, and prompts of another text.
 
-A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer
-reports when it begins to store the new tokens, and when it has stored it (`PassGuard.end`).
+A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer reports when it begins
+to store the new tokens (`PassGuard.changing`), and when they are stored (`PassGuard.end`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def same_text_again(tokens: int, seen: int) -> str:
 class PassGuard:
     """Detects passes that stored tokens only in some layers, and texts that do not continue the stored text.
 
-    Packed and sliding layers hold as many tokens as they have read. Recurrent layers hold a state, so their passes are
-    counted here, and compared with those of the first packed layer. Compiled and recorded passes are not counted. An
-    interruption inside the last layer is not detected if that layer is recurrent.
+    Packed and sliding layers count their tokens. Recurrent layers hold only a state, so their passes are counted here, and
+    compared with the passes of the first packed layer. Compiled and recorded passes are not counted. An interruption inside
+    the last layer is not detected if that layer is recurrent.
 
     Args:
         first_packed: index of the cache's first packed layer. sliding: indices of its sliding layers.
@@ -50,32 +50,33 @@ class PassGuard:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is stored, or no recurrent layer has read since the tokens were put here."""
-        #: whether a layer is storing or dropping tokens, or choosing rows. If a pass begins meanwhile, the earlier one was
-        #: interrupted
+        """Restart all counts: the cache is empty, or was filled without a pass."""
+        #: whether a layer is storing tokens, dropping tokens, or selecting rows. If a pass begins while this is set, that
+        #: operation was interrupted
         self.changing = False
-        #: passes that have reached the first packed layer, and those that each recurrent layer has read
+        #: passes that have reached the first packed layer, and each recurrent layer
         self.passes = 0
         self.read: dict[int, int] = {}
         #: whether all passes since `forget` were counted
         self.counted = True
 
     def uncounted(self) -> None:
-        """A pass was compiled or recorded."""
+        """Note a compiled or recorded pass, in which recurrent layers are not counted."""
         self.read, self.counted = {}, False
 
     # ---- passes ---------------------------------------------------------------------------------------------------
 
     def begin(self, cache: Any, tokens: int, arguments: Mapping[str, Any]) -> None:
-        """A pass begins.
+        """Check a pass that begins.
 
         Args:
-            tokens: number of new tokens. arguments: those that the model passes to its layers.
+            tokens: number of new tokens.
+            arguments: keyword arguments that the model passes to its layers.
 
         Raises:
             RuntimeError: the last pass was interrupted.
-            ValueError: a model that runs with `use_cache=False` reads a text again whose beginning is stored. Waits for the
-                device. Some models always pass that value, so it is no error by itself.
+            ValueError: a model that runs with `use_cache=False` processes a whole text whose beginning is stored. Waits for
+                the device. Some models always pass that value, so the value itself is no error.
         """
         self.check_whole(cache)
         seen, positions = cache.layers[self.first_packed].length.at_least, arguments.get("position_ids")
@@ -90,7 +91,7 @@ class PassGuard:
             raise ValueError(same_text_again(tokens, seen))
 
     def begin_recurrent(self, layer: int) -> None:
-        """A recurrent layer begins to read. Raises if it, or the first packed layer, has not read all earlier passes."""
+        """Count a pass of a recurrent layer. Raises if this layer or the first packed layer has missed an earlier pass."""
         in_front = layer < self.first_packed
         before = self.passes if in_front else self.passes - 1
         if self.read.get(layer, 0 if self.counted else before) != before:
@@ -98,7 +99,7 @@ class PassGuard:
         self.read[layer] = before + 1
 
     def take_back(self, layer: int) -> None:
-        """Undo `begin_recurrent` of a layer before the first packed one: it did not read the pass's tokens."""
+        """Undo `begin_recurrent` of a layer before the first packed one: the pass was rejected."""
         if self.read.get(layer) == self.passes + 1:
             self.read[layer] = self.passes
 
@@ -132,9 +133,10 @@ class PassGuard:
         """Raise `ValueError` if new tokens belong to a prompt that is not longer than what is stored. Waits for the device.
 
         Args:
-            layer: the first packed layer. tokens: number of new tokens. position_ids: those that the model passes to its
-                layers. mask: the
-                padding of the new tokens, bool `[B, S]`; `None`: there is none.
+            layer: the first packed layer.
+            tokens: number of new tokens.
+            position_ids: those that the model passes to its layers.
+            mask: padding mask of the new tokens, bool `[B, S]`; `None`: no padding.
         """
         seen = layer.length.at_least
         if tokens == 1 or seen == 0:
@@ -150,12 +152,12 @@ class PassGuard:
 
 
 def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
-    """Length of a prompt that is not longer than what the cache holds, from the positions of the part that transformers'
-    `generate` reads of it. `None`: other tokens.
+    """Length of a prompt that is not longer than the stored text, inferred from the positions of its slice that transformers'
+    `generate` passes to the model; `None`: the tokens are no such slice.
 
-    `generate` skips the tokens that the cache holds: of a prompt of `n` tokens it reads `ids[:, -(n - seen):]`. If `n` is
-    not more than `seen`, this slice has the last `2 n - seen` tokens, or all if both are equal. Their positions begin
-    with `seen - n` and end with `n - 1`. Those of a text that goes on begin with `seen`.
+    `generate` skips as many tokens as the cache holds: of a prompt of `n` tokens it passes `ids[:, -(n - seen):]`. If `n` is
+    at most `seen`, this slice has the last `2 n - seen` tokens, or all if both are equal. Their positions begin
+    with `seen - n` and end with `n - 1`. The positions of a continued text begin with `seen`.
 
     Args:
         position_ids: `[B or 1, S]`, S of at least 2, of rows without padding.
@@ -167,11 +169,10 @@ def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
 
 
 def _is_padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
-    """Whether new tokens with at least as many columns as the cache has, perhaps some of them padding, are a prompt of their
-    own.
+    """Whether new tokens are a prompt of another text, with at least as many columns as the cache, possibly padded.
 
-    `generate` reads such a prompt whole (see `_cut_prompt`), and counts the positions of a row from its first token on. In
-    a continued row they include its stored tokens. Rows without stored or new tokens are inconclusive.
+    `generate` passes such a prompt whole (see `_cut_prompt`), and numbers the positions of a row from its first real token.
+    In a continued row, positions include the stored tokens. Rows without stored or new tokens are inconclusive.
 
     Args:
         position_ids: `[B or 1, S]`. mask: the new tokens' padding, bool `[B, S]`; `None`: there is none. stored: tokens of each

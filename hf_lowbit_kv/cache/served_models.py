@@ -103,8 +103,8 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
 
 
 def _attends_both_ways(config: PreTrainedConfig, cls: type | None) -> bool:
-    """Whether this is an encoder such as BERT, which is a decoder only if its configuration says so. The flag is not
-    enough: some decoders ignore it (GPT-NeoX)."""
+    """Whether this is an encoder such as BERT, which becomes a decoder by the flag `is_decoder`. The flag is not a sufficient
+    test, because some decoders ignore it (GPT-NeoX)."""
     if cls is None or getattr(config, "is_decoder", None) is not False:
         return False
     return hasattr(sys.modules[cls.__module__], "create_bidirectional_mask")

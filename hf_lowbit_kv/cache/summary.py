@@ -99,7 +99,7 @@ def _differences(spec: LayerSpec, of_most: LayerSpec) -> str:
 
 
 def _bits(cache: LowBitCache) -> str:
-    """Bits per value. A window in float32 makes them look worse than they are in a model of 16 bits: both are shown."""
+    """Bits per value. In a float32 model the window takes twice the bits, so the bits of a 16-bit model are shown too."""
     bits = f"{cache.bits_per_value:.2f}"
     if _dtype(cache).itemsize == 2:
         return bits
@@ -107,7 +107,7 @@ def _bits(cache: LowBitCache) -> str:
 
 
 def _compared(cache: LowBitCache, nbytes: CacheBytes) -> str:
-    """What the same tokens take in the model's dtype, and why that may be less."""
+    """Size of the same tokens in the model's dtype, and the reason if that is smaller."""
     from rich.filesize import decimal
 
     full = cache.nbytes_full + nbytes.transformers

@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
 #: position of the mask's first column; mask, bool `[B, n]`, False for padding
 Noted = tuple[int | torch.Tensor, torch.Tensor]
-#: number of masks of single tokens that are joined into one
+#: number of one-token masks that are joined into one mask
 BLOCK = 128
 
 
 class Seen(int):
-    """The number of tokens that a packed layer has seen before a pass of several tokens. transformers asks the cache for this
-    number and passes it to the mask function, which thus finds the layer and the cache."""
+    """The number of tokens that a packed layer has seen before a pass of several tokens, with references to layer and cache.
+    transformers gets it from the cache and passes it to the mask function, which needs both."""
 
     layer: LowBitLayer
     cache: LowBitCache
 
     @classmethod
     def by(cls, layer: LowBitLayer) -> Seen:
-        """The count of this layer; the cache adds itself. Waits for the device."""
+        """The count of a layer. The caller sets `cache`. Waits for the device."""
         new = cls(int(layer.get_seq_length()))
         new.layer = layer
         return new
 
 
 class RingOffset(int):
-    """The positions of keys that are in rings (`ring_layer`). They differ from row to row, so they are no single offset.
-    transformers asks the cache for it and passes it to the mask function."""
+    """The positions of keys in rings (`ring_layer`), which differ between rows. transformers gets this object from the cache as
+    the offset of a mask, and passes it to the mask function."""
 
     new: torch.Tensor
     """int64 `[rows]`: positions of the new tokens, which are in the rings already"""
@@ -56,7 +56,7 @@ class RingOffset(int):
         """bool `[rows, 1, 1, slots]`: which slots the new tokens attend to.
 
         Args:
-            allows: one of `transformers.masking_utils`: whether a token attends to another one, by their positions.
+            allows: a mask function of `transformers.masking_utils`.
         """
         new = self.new[:, None, None, None]
         keys = new - (new - torch.arange(slots, device=new.device)) % slots
@@ -67,8 +67,8 @@ class RingOffset(int):
 class Padding(Unstamped):
     """The padding among the positions that a cache has seen: the masks of all passes with a mask.
 
-    Positions count padding too, although it is not stored. Nothing waits for the device until `BLOCK` masks of single
-    tokens are joined, or until a method says so.
+    Positions count padding too, although it is not stored. Only joining `BLOCK` masks of single tokens waits for the device,
+    and the methods that state it.
     """
 
     def __init__(self):
@@ -185,8 +185,12 @@ class Length:
         return self.at_least
 
     def sync_counts(self, others: Sequence[Length]) -> None:
-        """Bring the counts of a cache's layers up to date at the beginning of a pass. others: all of them. The layers have
-        seen the same tokens, so only this count is read from the device. The next `check` of each need not wait."""
+        """Update the counts of all layers of a cache at the beginning of a pass. The layers have seen the same tokens, so only
+        this count is read from the device. The next `check` of each layer then does not wait.
+
+        Args:
+            others: the counts of all layers, this one included.
+        """
 
     def check(self, tokens: int, wait: bool) -> None:
         """Raise `ValueError` if there is no room for this many more tokens. wait: whether to wait for the device if only it
@@ -194,11 +198,11 @@ class Length:
 
 
 class DeviceLength(Length):
-    """The count of a preallocated layer."""
+    """The number of tokens in a preallocated layer, an int64 scalar on the device."""
 
     capacity: int
     seen: torch.Tensor
-    #: whether `at_least` has just been compared with the device's count, so that the next check need not wait
+    #: whether `at_least` is the device's count, so that the next `check` need not wait
     _compared = False
 
     @torch.inference_mode(False)  # the count must be writable outside of inference mode
@@ -253,7 +257,7 @@ class DeviceLength(Length):
 
 @torch.inference_mode(False)
 def fork_lengths(lengths: Sequence[Length], capacity: int | None, n: int) -> list[list[Length]]:
-    """`n` copies of the counts of a cache's layers. capacity: tokens that a row of the copies can hold; `None`: they grow."""
+    """The token counts of `n` forks, for each fork and layer. capacity: of the forks, tokens per row; `None`: they grow."""
     seen = [length.seen for length in lengths if isinstance(length, DeviceLength)] * n
     copies = iter(copies_of(seen) if seen else ())
     return [[length.fork(capacity, copies) for length in lengths] for _ in range(n)]

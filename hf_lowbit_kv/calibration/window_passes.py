@@ -1,4 +1,4 @@
-"""Runs a model on windows of texts, and passes on keys and values with the attention weights of tokens."""
+"""Runs a model on windows of texts, and passes keys, values and the tokens' attention weights to a function."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def run_windows(
     """Run the model on each window.
 
     Args:
-        windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
+        windows: token ids, int64 `[S]` each.
+        firsts: the position of each window's first token; `None`: 0.
         see: called with keys and values of each layer and window.
         grids: page grids for which tokens are weighted. Without grids, `see` gets keys and values of all layers and no
             weights. With grids, it gets packed layers only.

@@ -196,7 +196,7 @@ class Calibration:
 
     @property
     def made_for(self) -> MadeFor:
-        """The model that it was made for."""
+        """The model for which this calibration was made."""
         return MadeFor(self.model, f"calibration{self._where()}")
 
     def check(self, model: Mapping[str, Any], allow_other_weights: bool = False) -> None:

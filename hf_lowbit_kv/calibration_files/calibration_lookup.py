@@ -29,8 +29,8 @@ _descriptions: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
 
 @dataclass(frozen=True)
 class Borrowed:
-    """The argument `calibration=` of a cache that copies its tensors before it is used. Until then caches may share
-    tensors, so an unchanged file is read only once."""
+    """The argument `calibration=` of a cache that copies the tensors before its first use. Until then caches may share them, so
+    an unchanged file is read only once."""
 
     source: Calibration | str | Path | None
 
@@ -158,11 +158,13 @@ def parameters_for(
 
     Args:
         calibration: the user's argument. `None`: search the user's own files, then the bundled ones.
-        specs, sizes: by packed layer, its spec, and its number of KV heads with their sizes.
-        preset: name for messages. allow_other_weights: accept calibrations for other weights of the same sizes.
+        specs: by packed layer.
+        sizes: by packed layer, the number of KV heads, and the sizes of key and value heads.
+        preset: name for messages.
+        allow_other_weights: accept calibrations for other weights of the same sizes.
 
     Raises:
-        ValueError: there is no calibration, it was made for another model, or it lacks a tensor, or has it in another
+        ValueError: there is no calibration, it was made for another model, a tensor is missing, or a tensor has a wrong
             shape.
     """
     load: Callable[[Any], Calibration] = Calibration.load

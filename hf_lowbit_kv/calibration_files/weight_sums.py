@@ -16,8 +16,8 @@ from ..storage.linear_weights import columns_of, is_ordinary, tensors_of
 
 #: sums per tensor; columns read per tensor; input of a quantized layer for a column, large so that its bias matters less
 SUMS, COLUMNS, UNIT = 8, 8, 1024.0
-#: allowed difference of the sums of a tensor, relative to their size: for numbers of one kind, which differ in the order
-#: of additions; for quantized ones, which may be dequantized in 16 bits; for two kinds, one of them quantized
+#: largest relative difference of equal tensors' sums. Of one kind: the order of additions differs. Both quantized: they may
+#: be dequantized in 16 bits. Of two kinds, one of them quantized: quantization changes the numbers
 ALIKE, DEQUANTIZED, COARSE = 1e-3, 1e-2, 0.4
 #: for two plain dtypes: multiple of the largest rounding error
 ROUNDINGS = 1.5

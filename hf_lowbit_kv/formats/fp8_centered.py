@@ -1,4 +1,4 @@
-"""Keys in FP8 (`fp8`: e4m3, a scale for each token) after a center of each channel is taken off.
+"""Keys in FP8 (`fp8`: e4m3, a scale per token) after a center per channel is subtracted.
 
     center = fp16((min + max) / 2)   of a channel's numbers in the page
     token  = fp8(x - center)

@@ -119,8 +119,8 @@ def merge_tokens(
 
 
 class Plane(NamedTuple):
-    """The plane of one width. It has a column for each of `channels`, int64 `[n]`. shifts: int32 `[n]`; a code, shifted right
-    by its column's shift, has the plane's bits lowest."""
+    """Bits `shift` to `shift + width - 1` of the codes of some channels. channels: int64 `[n]`. shifts: int32 `[n]`, the shift
+    of each channel."""
 
     width: int
     channels: torch.Tensor

@@ -25,7 +25,7 @@ HIGH = 4
 
 
 def words(bits: int, head_dim: int) -> tuple[int, int]:
-    """32-bit words of a lane for a segment of 32 tokens: those of the first plane, and those of both."""
+    """Number of 32-bit words of a lane for a segment of 32 tokens: in the first plane, and in both planes together."""
     first = head_dim // 16 * (HIGH // 2)
     return first, first + head_dim // (16 if bits - HIGH == 2 else 32)
 

@@ -12,9 +12,9 @@ sums are float32, rounded after every operation. If both transitions into a stat
 the state without the top bit. If several ends cost the same, it takes the lowest state.
 
 A chain follows one field of a lane's words (`fragment`) through 128 tokens, segment after segment of 32 tokens. At head_dim 64
-that would be 16 steps, so there a chain takes two neighbouring fields of each word in turn. Earlier path
-bits are therefore in earlier words of the same lane, and a kernel computes the levels of a word with a few operations on whole
-words. With chains of 32 steps the mean squared error of unit Gaussian numbers is 0.098. Codes without a trellis have 0.119.
+that would be 16 steps, so there a chain alternates between two neighbouring fields of each word. Earlier path bits are
+therefore in earlier words of the same lane, and a kernel computes the levels of a word with a few operations on whole words.
+With chains of 32 steps the mean squared error of unit Gaussian numbers is 0.098; without a trellis it is 0.119.
 """
 
 from __future__ import annotations

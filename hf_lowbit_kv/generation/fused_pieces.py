@@ -1,6 +1,6 @@
-"""Pieces of a model that one kernel can compute instead of several: norms, rotary embeddings, gates, products.
+"""Pieces: parts of a model that one fused kernel can compute instead of several (norms, rotary embeddings, gates, products).
 
-A piece has three computations of its result: by its module (`unfused`), by a kernel (`fused`), and in float64
+A piece computes its result in three ways: by its module (`unfused`), by a kernel (`fused`), and in float64
 (`compared`). `piece_finder` finds the pieces of a model, and `fusing` uses them.
 """
 
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 #: classes of weights that kernels read by address
 _PLAIN = (nn.Parameter, torch.Tensor)
-#: how many numbers of a weight are converted to float64 at a time
+#: numbers of a weight that are converted to float64 at a time
 _WIDENED = 2**23
 
 Substitution = tuple[nn.Module, Callable[..., Any]]
@@ -76,7 +76,7 @@ class Piece:
 
     @property
     def mismatch(self) -> str | None:
-        """Why the piece must stay unfused, found in a step, no matter what its kernel computes."""
+        """The reason, found during a step, why the piece must stay unfused even if its kernel is accurate; or `None`."""
         return None
 
     def counted(self, variant: str | None, reason: str) -> Iterator[tuple[str, str, str | None]]:
@@ -99,13 +99,16 @@ class Piece:
         raise NotImplementedError
 
     def kernels(self, variant: str, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernels of `fused` and none of the model's modules. A module of a model on several processes waits for
-        all of them, so threads that compile ahead must not run one."""
+        """Run only the kernels of `fused`, no module of the model. Threads that compile ahead call this, and under tensor
+        parallelism a module would wait for the other processes."""
         return self.fused(variant, *args, **kwargs)
 
     def compared(self, variant: str, out: Any, *args: Any) -> Iterator[Comparison]:
-        """The results that are compared before the kernel is used: the kernel's, the model's, and the exact one in
-        float64. out: what `unfused` returned for these arguments."""
+        """The results to compare before the kernel is used: the kernel's, the module's, and the exact one in float64.
+
+        Args:
+            out: the result of `unfused` for these arguments.
+        """
         raise NotImplementedError
 
 

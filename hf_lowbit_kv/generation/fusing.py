@@ -1,4 +1,4 @@
-"""Fused pieces in a decode step: which of them are accurate, and how they are put into a model for a while.
+"""Fused pieces in a decode step: tests their accuracy, and places them in a model for the duration of a step.
 
 A piece replaces the `forward` of its modules' instances, during one step and in one thread; other threads get the
 module's own. In a first step every piece computes both results. The step continues with the module's own result, and
@@ -24,7 +24,7 @@ from .piece_finder import Behaviour, find_pieces
 
 #: if a result differs from the formula by more than this part of its row's largest number, the module has another formula
 _ANOTHER_FORMULA = 2**-5
-#: pieces are put into models by one thread at a time
+#: one thread at a time places pieces in models
 _placing = threading.RLock()
 
 
@@ -41,7 +41,7 @@ class Substitute(Unstamped):
 
 @contextlib.contextmanager
 def substituted(placed: dict[nn.Module, Substitute]) -> Iterator[None]:
-    """Within the context, these modules have these `forward`s. Their own are restored at the end, also after an error."""
+    """Context in which these modules have these `forward`s. Afterwards, and after an error, their own are restored."""
     with _placing:
         before = {module: vars(module).get("forward") for module in placed}
         try:
@@ -60,7 +60,7 @@ class Fusion:
     """Which pieces of a model a step computes by kernels. Refers to no module, so a model can be freed.
 
     Args:
-        why_not: why all of them stay unfused, or `None`.
+        why_not: the reason why all pieces stay unfused, or `None`.
     """
 
     def __init__(self, why_not: str | None = None):
@@ -85,8 +85,8 @@ class Fusion:
     def observing(self, model: Any) -> Iterator[None]:
         """Within the context, a step is unfused, and kernels compute their results in addition.
 
-        Afterwards it is known which kernels are accurate. But if a piece's fastest variant has failed and it has another
-        variant, `settled` stays `False`, and another step is needed.
+        Afterwards the accuracy of these kernels is known. If a piece's variant has failed and the piece has another variant,
+        `settled` stays `False`, and another step is needed.
         """
         for thread in _ahead.pop(model, ()):
             thread.join()
@@ -287,11 +287,12 @@ class _Watch:
 
 
 class Errors:
-    """How far a kernel's result and its module's are from the exact one.
+    """Errors of a kernel's result and of its module's result, relative to the exact result.
 
     Args:
-        largest: float64 `[3, rows]`, the largest in each row of the kernel's error, of the module's, and of the exact numbers.
-        eps: of the results' dtype.
+        largest: float64 `[3, rows]`: in each row, the largest error of the kernel, the largest error of the module, and the
+            largest exact number.
+        eps: machine epsilon of the results' dtype.
     """
 
     def __init__(self, largest: torch.Tensor, eps: float):
@@ -320,9 +321,14 @@ def _answers(errors: list[Errors]) -> dict[Errors, tuple[bool, bool]]:
 
 
 def agreement(largest: torch.Tensor, eps: float) -> torch.Tensor:
-    """For each of `[n, 3, rows]` (`Errors.largest`) two answers, bool `[n, 2]`: whether both results come from the formula
-    of the exact one; and whether the error of the kernel is at most twice that of the module plus one rounding (`eps` of
-    the row's largest number). Rows that are not finite are ignored, because nothing reads them."""
+    """Two answers for each of `n` comparisons, bool `[n, 2]`. Do both results come from the formula of the exact one? Is the
+    kernel's error at most twice the module's plus one rounding (`eps` times the row's largest number)? Rows that are not
+    finite are ignored.
+
+    Args:
+        largest: float64 `[n, 3, rows]`, see `Errors.largest`.
+        eps: machine epsilon of the results' dtype.
+    """
     of_fused, of_plain, size = largest.unbind(1)
     same = torch.maximum(of_fused, of_plain) <= _ANOTHER_FORMULA * size
     near = of_fused <= 2 * of_plain + eps * size

@@ -1,8 +1,8 @@
-"""Changes for a while: overridden methods of one object, and settings of the process that several threads need.
+"""Temporary changes: overridden methods of one object, and settings of the process that several threads need.
 
-The class of an object with overrides, and other objects of the class, do not change. An override is a module-level
-function with the name of the method, bound to the object. In a deep copy of the object it is bound to the copy. A pickled
-object has the method of its class.
+An override is a module-level function with the name of the method, bound to the object. The object's class and other objects
+of the class do not change. A deep copy of the object has the override, bound to the copy. A pickled object has the method of
+its class.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-#: attribute of an object with overrides: the attributes that they replace, and the number of users of each override
+#: attribute of an object with overrides; it holds the replaced attributes, and the number of users of each override
 from ..storage.process_stamps import OVERRIDES as STATE
 
 _lock = threading.Lock()

@@ -52,7 +52,7 @@ def _warnings_of_waits() -> Iterator[None]:
     waits = _Waits(enabled_before=before == _WARN)
     filters: Any = warnings.filters
     filters.insert(0, ("ignore", waits, Warning, None, 0))
-    # added through `filterwarnings`, so that Python also passes warnings that it has shown once and would not repeat
+    # `filterwarnings` resets Python's registry of shown warnings; without that, Python drops repeated warnings
     warnings.filterwarnings("ignore", message=_OWN_PATTERN)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -74,10 +74,10 @@ _warned_of = ProcessWide(_warnings_of_waits)
 
 @contextlib.contextmanager
 def watch(device: torch.device) -> Iterator[list[str]]:
-    """Yields a list that gets the location (`file:line`) of each wait of this thread for the GPU. Other threads may watch
-    at the same time.
+    """Yields a list to which each wait of this thread for the GPU is added, as `file:line`. Other threads may watch at the
+    same time.
 
-    The list stays empty except on GPUs of NVIDIA and AMD.
+    On devices other than NVIDIA and AMD GPUs the list stays empty.
     """
     locations: list[str] = []
     if device.type != "cuda":

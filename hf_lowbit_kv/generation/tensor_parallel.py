@@ -4,8 +4,8 @@ A recorded step contains collectives, so all ranks must capture, reject, drop an
 per `generate` call, and before each step that is not replayed. A replay runs no other collectives than its own.
 
 NCCL's watchdog does not follow collectives inside a CUDA graph. If a rank dies, the others wait in the next collective
-of the graph forever, and none of their Python code runs. So a thread of each rank counts up in the store of the process
-group, and watches the counts of the other ranks (`watch_ranks`).
+of the graph forever, and none of their Python code runs. So a thread of each rank increments a counter in the store of the
+process group, and watches the counters of the other ranks (`watch_ranks`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import nn
 
 #: the module of transformers whose wrappers of `forward` split a layer's input and output
 _WRAPPERS = "transformers.distributed."
-#: seconds between two beats, and without a beat until a rank counts as dead. A thread that compiles may hold Python's
-#: lock for several seconds
+#: seconds between two increments, and without an increment until a rank counts as dead. A thread that compiles may hold
+#: Python's lock for several seconds
 INTERVAL, PATIENCE = 2.0, 30.0
 #: exit status of a process that ends because another rank has died
 EXIT_STATUS = 70
@@ -102,10 +102,12 @@ def watch_ranks(group: Any) -> None:
 
 
 class Heartbeat:
-    """Counts up for one rank, and watches the counts of the others.
+    """Increments the counter of one rank, and watches those of the other ranks.
 
     Args:
-        store: the store of the process group. prefix: prefix of its keys. own, others: ranks.
+        store: the store of the process group.
+        prefix: prefix of the counters' keys.
+        own, others: ranks.
     """
 
     def __init__(self, store: Any, prefix: str, own: int, others: list[int]):

@@ -44,12 +44,12 @@ _OWN_OF_TEMPLATE = ("conversation", "tokenize", "return_tensors", "return_dict")
 _KNOWN = (*ARGUMENTS, "system", "max_length", "chat_template_kwargs")
 #: default `max_length`
 _LENGTH = 32768
-#: how many ends of turns are kept for models that cannot crop
+#: size of the store of ends of turns, for models that cannot crop
 _ENDS = "4GB"
 
 
 class Chat:
-    """A conversation with a model. Each turn reads only what is new in it.
+    """A conversation with a model. Each turn prefills only its new tokens.
 
         chat = lb.Chat(model, tokenizer, "kivi-4-sink", system="You are brief.")
         print(chat.send("What is a page table?"))
@@ -268,14 +268,13 @@ class Chat:
         return all(isinstance(layer, LowBitLayer) for layer in self.cache.layers)
 
     def _align(self, ids: torch.Tensor) -> None:
-        """Crop the cache to the longest prefix of this text that it holds. Nothing is left of what another adapter
-        computed."""
+        """Crop the cache to the longest prefix of this text that it holds; to nothing if another adapter computed it."""
         stored = int(self.cache.packed_layers[0].get_seq_length())
         if stored == 0:
             return
         read = self.cache.read_lengths
         if read is not None and not read.suits(self.cache, ids.shape[1]):
-            self.cache.reset()  # its rotary embeddings are not those of the text that is read whole
+            self.cache.reset()  # a prompt of this length needs other rotary embeddings
             return
         if self.cache.why_another_model(unwrap(self.model)) is not None:
             self.cache.reset()

@@ -30,11 +30,11 @@ class PageRange:
 
     def _set(self, pages: dict[int, torch.Tensor]) -> None:
         self.pages = pages
-        # this comes before any cache uses them, so that no cache takes one of the pages as free
+        # pin the pages before any cache uses them, so that no cache treats one of them as free
         self._counts = {self._paging[index]: PinnedPages(len(slab)) for index, slab in pages.items()}
 
     def slab_of(self, index: int) -> Slab:
-        """The counts of a layer's pages."""
+        """The reference counts of a layer's pages."""
         return self._counts[self._paging[index]].slab
 
     @property
@@ -60,8 +60,10 @@ class KeptPrompt:
     """A text, and the contents of a cache that has read it.
 
     Attributes:
-        seed: identifies the model and the kind of cache. ids: int64 `[n]` on the CPU.
-        page_ranges: pages in order; for each range, how many of its pages belong to this text. contents: all else, one row.
+        seed: identifies the model and the kind of cache.
+        ids: int64 `[n]` on the CPU.
+        page_ranges: pages in order; for each range, how many of its pages belong to this text.
+        contents: everything but the pages; one row.
     """
 
     seed: str
@@ -69,7 +71,7 @@ class KeptPrompt:
     page_ranges: list[tuple[PageRange, int]]
     contents: CacheContents
     header: dict[str, Any]
-    """what a file of it says of model and cache"""
+    """the description of model and cache in a file"""
 
     @staticmethod
     def of(

@@ -22,36 +22,36 @@ from .prompt_folder import PromptFolder
 
 
 class Match(NamedTuple):
-    """A stored text that begins like another one."""
+    """The stored prefix of a text."""
 
     tokens: int
     """tokens of every row that need not be read"""
     common: int
-    """tokens that the text has in common with a stored one: more than `tokens` where only exact ends can be used"""
+    """tokens that the text has in common with a stored one; more than `tokens` if not all of them can be restored"""
     contents: CacheContents | None = None
     """those tokens, in the store's pages"""
 
 
 class Key(NamedTuple):
-    """What two texts must agree in, besides their tokens."""
+    """Identifies model and cache: texts match only under the same key."""
 
     digest: str
-    """of the model with its present weights and adapters, what a cache stores, its calibration, and rotary embeddings"""
+    """of the model with its present weights and adapters, the cache's formats and calibration, and rotary embeddings"""
     header: dict[str, Any]
-    """what a file says of model and cache"""
+    """the description of model and cache in a file"""
 
 
 class PrefixStore:
-    """Keeps texts that `lb.generate` and models under `lb.enable` have read. If a text begins like a stored one, only the
-    rest is read.
+    """A prefix cache: keeps the caches of texts that `lb.generate` and models under `lb.enable` have processed. If a prompt
+    begins like a stored text, only the rest of the prompt is prefilled.
 
         store = lb.PrefixStore("8GB")
         tokens = lb.generate(model, ids, max_new_tokens=256, prefixes=store)
 
     Texts match only for the same model with the same weights, and the same kind of cache (formats, window,
     calibration). A partial match is rounded down to a page, at least `residual` tokens before the texts diverge, and the
-    tokens after it are read again. They attend to packed pages, so a text may differ from that of a prompt that is read
-    whole. For models with sliding or recurrent layers only the exact end of a stored text matches.
+    tokens after it are prefilled again. They attend to packed pages, so the output may differ from that of a prompt that is
+    prefilled whole. For models with sliding or recurrent layers only a whole stored text matches.
 
     Args:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
@@ -177,8 +177,9 @@ class PrefixStore:
         """The longest stored prefix of these texts, as for `restore`.
 
         Args:
-            cache: one of the same kind. key: its key, if nothing has changed since.
-            known: tokens that need not be read without the store: shorter prefixes are not worth it.
+            cache: a cache of the kind to restore.
+            key: the cache's key, if model and cache have not changed since it was computed.
+            known: tokens that another source can already restore; shorter prefixes are not returned.
         """
         with self._lock:
             longest = max(map(len, rows))

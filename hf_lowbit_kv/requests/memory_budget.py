@@ -88,17 +88,19 @@ def pool_size(
     """The number of slots and pages for this memory.
 
     Args:
-        memory: bytes. limits: for every coming row, the tokens that it may hold; `None`: not known beforehand. Rows that do
-            not fit by themselves get no memory.
-        longest: tokens of the longest text that the model was made for, if known: no row may hold more. sinks: whether prefixes
-            are kept. rings: of the sliding layers; each row has them.
+        memory: bytes.
+        limits: the maximum length in tokens of each row that will come; `None`: not known beforehand. Rows that do not fit
+            even into an empty pool get no memory.
+        longest: tokens of the longest text that the model was made for, if known: no row may hold more.
+        sinks: whether prefixes are kept.
+        rings: the rings of each row, for sliding-window layers.
 
     Raises:
         ValueError: there is no room for the window and a page of a single row.
     """
     each = _token_bytes(layers)
     page = max(layer.spec.page_size for layer in layers)
-    # about the longest row that any division of the memory could serve; every slot has a table for it
+    # about the longest row for any division of the memory; every slot has a page table of this length
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
     bounds = [*([max(limits)] if limits else []), *([longest] if longest else [])]
     max_length = min([possible + page, *bounds])
@@ -128,12 +130,12 @@ def pool_size(
 
 
 def _room(layers: Sequence[StoredLayer], tokens: int) -> int:
-    """Tokens that one row may hold if there are pages for so many."""
+    """Tokens that a row can hold if it has all pages of a pool for `tokens` tokens."""
     return min(layer.spec.room(tokens // layer.spec.page_size) for layer in layers)
 
 
 def activation_bytes(device: torch.device, read: Any) -> int:
-    """Peak of the bytes that reading one chunk allocates; 0 if that cannot be measured. read: reads a chunk."""
+    """Peak bytes that prefilling one chunk allocates; 0 if that cannot be measured. read: prefills a chunk."""
     if device.type == "cuda":
         return GpuMemory(device).peak(read)
     read()

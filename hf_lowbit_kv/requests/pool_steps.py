@@ -1,9 +1,9 @@
-"""Runs a model on the rows of a pool: chunks of one row's prompt, and decode steps of any rows. `new_pool` makes one, as large
-as the memory allows.
+"""Runs a model on the rows of a pool: prefill chunks of one row, and decode steps of any rows. `new_pool` creates a pool that
+is as large as the memory allows.
 
 A decode step of all rows in use is one call of the model; on a GPU there is one CUDA graph for each padded number of
-rows. Rows that take no part (they are still reading their prompt, or their slot is empty) are masked: they store
-nothing, and attend to nothing new.
+rows. Rows that take no part in a step (prefilling rows and empty slots) are masked: they store nothing, and attend to
+nothing new.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from .row_pool import Row, RowPool
 from .shared_prefixes import SharedPrefixes
 from .slot_memory import StoredLayer
 
-#: steps that a recording of more rows serves, before fewer rows get one of their own: recording takes as long as some hundred
-#: steps, and saves little of each
+#: steps of fewer rows that run with the recording of more rows, before they get their own recording. Recording takes as
+#: long as a few hundred steps, and saves little per step
 PATIENCE = 128
 
 
 @contextlib.contextmanager
 def exclusive_use(model: Any) -> Iterator[None]:
-    """No other call runs the model meanwhile, and it attends with `lowbit_kv`."""
+    """Context in which no other call runs the model, and the model attends with `lowbit_kv`."""
     with kept_caches(model).lock, selected(model), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def padded_rows(slots: int) -> list[int]:
-    """The numbers of rows that steps run with: 1, 16, 64, 256, ..., and all slots. Sizes in between would save less than their
-    recordings take: an empty row costs little. Up to `MOST_FUSED_ROWS` (16) products are fused."""
+    """The padded numbers of rows of a step: 1, 16, 64, 256, ..., and all slots. Sizes in between would save less time than
+    their recordings take, because an empty row costs little. Up to `MOST_FUSED_ROWS` (16) products are fused."""
     sizes = [1] if slots > 1 else []
     while (size := MOST_FUSED_ROWS * 4 ** max(len(sizes) - 1, 0)) < slots:
         sizes.append(size)
@@ -54,7 +54,7 @@ def padded_rows(slots: int) -> list[int]:
 
 @torch.no_grad()
 def read_once(model: Any, cache: LowBitCache, tokens: int) -> None:
-    """Let the model read a text of `tokens` tokens, so that the layers of an empty cache know their sizes."""
+    """Prefill `tokens` dummy tokens, so that the layers of an empty cache know their sizes."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     positions = torch.arange(tokens, device=model.device)[None]
     model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(cache))
@@ -70,8 +70,9 @@ class PoolSteps:
 
     Args:
         model: a transformers model, unwrapped, with our attention implementation selected whenever it is called here.
-        template: a cache of the model that has read tokens (`read_once`). pool: with the layers of this cache.
-        record: whether decode steps are recorded where the device has graphs.
+        template: an initialized cache of the model (`read_once`).
+        pool: a pool with the layers of this cache.
+        record: whether decode steps are recorded if the device has CUDA graphs.
     """
 
     def __init__(self, model: Any, template: LowBitCache, pool: RowPool, record: bool = True):
@@ -93,8 +94,7 @@ class PoolSteps:
         """decode steps that were run"""
 
     def begin(self) -> None:
-        """Called if the model may have changed since the last call: recordings are checked against it before they are
-        used again."""
+        """Prepare for a model that may have changed: recordings are compared with it before their next use."""
         self._steps.clear()
         for cache in self._batches.values():
             cache.get_mask_sizes(1, 0)  # MLA layers check whether weights have changed
@@ -107,7 +107,7 @@ class PoolSteps:
             assert moved.slot == slot
 
     def as_cache(self, row: Row) -> PooledCache:
-        """A row as a cache of one row, until the next chunk is read."""
+        """The row as a cache of one row, valid until the next chunk is prefilled."""
         self.pool.flush()
         self._chunk.place(row.slot)
         self._chunk.begin(row.length)
@@ -213,20 +213,20 @@ def new_pool(
     """Measure the free memory, and allocate a pool.
 
     Args:
-        model: unwrapped, with our attention implementation selected. make_cache: makes an empty cache for this many
-            tokens.
-        chunk_size: tokens of a prompt that are read at a time.
-        memory: bytes; `None`: the part `share` of the memory that is free after a chunk was read.
-        limits, max_rows: see `pool_size`. tokens: allocate pages for this many tokens, instead of as many as fit into
-            `memory`.
+        model: unwrapped, with our attention implementation selected.
+        make_cache: makes an empty cache for this many tokens.
+        chunk_size: tokens per prefill chunk.
+        memory: bytes; `None`: the part `share` of the memory that is free after a chunk was prefilled.
+        limits, max_rows: see `pool_size`.
+        tokens: allocate pages for this many tokens, instead of as many as fit into `memory`.
         record: whether decode steps are recorded if the device has CUDA graphs.
-        agree: under tensor parallelism, returns the minimum of these numbers over all ranks, so that all have the same
+        agree: under tensor parallelism, returns the minimum of each number over all ranks, so that all ranks have the same
             pool.
 
     Raises:
         ValueError: there is no room for a single row.
     """
-    # on a CPU, reading a whole chunk would show nothing about memory
+    # on a CPU activations are not measured, so two tokens suffice
     read = max(chunk_size, 2) if model.device.type == "cuda" else 2
     template = make_cache(read)
     needed = activation_bytes(model.device, lambda: read_once(model, template, read))

@@ -27,7 +27,8 @@ class PooledLayer(LowBitLayer):
     """A layer whose rows belong to a pool.
 
     Args:
-        like: the layer of a cache that has read tokens. store: a `LayerStore` of the rows.
+        like: the same layer of an initialized cache.
+        store: a `LayerStore` of the rows.
     """
 
     def __init__(self, like: LowBitLayer, store: Any, capacity: int):
@@ -47,7 +48,7 @@ class PooledLayer(LowBitLayer):
         self.expected = []  # once
 
     def begin(self, length: int) -> None:
-        """A pass over rows of `length` tokens begins, no matter how the last one ended."""
+        """Begin a pass over rows of `length` tokens. An interruption of the last pass is ignored."""
         self.length.set(length)
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
@@ -59,12 +60,12 @@ class PooledLayer(LowBitLayer):
 
 
 class PooledCache(LowBitCache):
-    """Some consecutive rows of a pool.
+    """A view of consecutive rows of a pool as a cache.
 
     Args:
-        template: a cache of the same model that has read tokens.
+        template: an initialized cache of the same model.
         rows: number of rows.
-        steps_on: for decode steps, the device of the model's inputs; `None`: it is for chunks of one row.
+        steps_on: for decode steps, the device of the model's inputs; `None`: for prefill chunks of one row.
     """
 
     def __init__(self, template: LowBitCache, pool: RowPool, rows: int, steps_on: torch.device | None = None):
@@ -72,7 +73,7 @@ class PooledCache(LowBitCache):
         self._pool, self._rows = pool, rows
         rings = pool.memory.rings
         with torch.inference_mode(False):
-            #: of the rows, see `begin_step`
+            #: the tensor that `begin_step` returns
             self._numbers = torch.zeros(3 + len(rings.ring_slots), rows, dtype=torch.long, device=steps_on)
         stores = [
             LayerStore(state.rows(slice(0, rows)), layer.spec)
@@ -103,12 +104,12 @@ class PooledCache(LowBitCache):
             ring.keys, ring.values = there.keys, there.values
 
     def expect_steps(self, rows: list[int]) -> None:
-        """Kernels of decode steps with these numbers of rows are compiled while the next prompt is read."""
+        """Compile the kernels of decode steps with these numbers of rows during the next prefill."""
         for layer in self.packed_layers:
             layer.expected = list(rows)  # type: ignore[attr-defined]
 
     def begin(self, length: int) -> None:
-        """A pass over rows of `length` tokens begins. If rows differ in length, any length will do."""
+        """Begin a pass over rows of `length` tokens. If rows differ in length, any of their lengths is correct."""
         self.guard.forget()
         for layer in self.packed_layers:
             layer.begin(length)  # type: ignore[attr-defined]
@@ -116,11 +117,11 @@ class PooledCache(LowBitCache):
             ring.begin(length)
 
     def begin_step(self, taking_part: Sequence[Row]) -> torch.Tensor:
-        """A decode step begins, of the rows from slot 0 on.
+        """Begin a decode step of the rows from slot 0 on.
 
         Returns:
-            int64 `[n, rows]`: the position of each new token, and 1 if its row takes part; then, for rings, its position also
-            if the row takes no part, and its slots. The same memory in each step.
+            int64 `[3 + rings, rows]`, at the same address in each step: the position of the new token, 0 if the row takes no
+            part; 1 if it takes part; its position in either case; and its slot in the rings of each length.
         """
         positions, part, lengths = ([0] * self._rows for _ in range(3))
         for row in self._pool.rows:
@@ -134,4 +135,4 @@ class PooledCache(LowBitCache):
         return self._numbers
 
     def check_overrun(self, wait: bool = True) -> None:
-        """Does nothing: the pool gives every row its pages before a token comes, so no check of the device is needed."""
+        """Does nothing: the pool assigns pages to a row before its tokens need them, so rows cannot overrun."""

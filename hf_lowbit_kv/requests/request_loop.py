@@ -1,6 +1,6 @@
-"""A thread that answers requests on a pool of rows as they come, until it is stopped. The server is built on it.
+"""A thread that answers requests on a pool of rows as they arrive, until it is stopped. The server is built on it.
 
-An error in a step of the model ends the requests of that step. An error in taking a result ends nothing. Only an error
+An error in a step of the model ends the requests of that step. An error of a result's callback ends nothing. Only an error
 after which no step can run ends the thread.
 """
 
@@ -25,7 +25,7 @@ from .result import Result, described
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-#: waiting requests of which the first one that fits gets the next row
+#: number of waiting requests among which the first one that fits gets the next row
 LOOK_AHEAD = 64
 
 
@@ -48,10 +48,10 @@ class RequestLoop:
     """Requests on one model, each with its own options.
 
     Args:
-        model: as for `generate_many`, which explains the other arguments too. Our attention implementation is selected
+        model: as for `generate_many`, which also explains the other arguments. Our attention implementation is selected
             until `stop`.
-        prefixes: a `PrefixStore` whose texts rows may begin with. Those of its folder are read first, as many as it may
-            hold; no text is added to it.
+        prefixes: a `PrefixStore` with whose texts rows may begin. The texts of its folder are loaded first, as many as fit;
+            no text is added to it.
 
     Raises:
         ValueError: a pool cannot serve the model, there is too little memory, or the store has no text of this model and

@@ -3,9 +3,8 @@
 Rows in use are in slots 0 to n - 1. When a row leaves, the last row moves into its slot. So a decode step of all rows
 runs on `state.rows(slice(0, n))`, with the kernels of an ordinary batch.
 
-A row declares its maximum length, and enters only if enough pages for it are free. So
-no row is ever preempted. A page is assigned when the row needs it. Until then it may hold a prefix that was read
-before.
+A row declares its maximum length, and enters only if enough pages for it are free. So no row is ever preempted. A page is
+assigned when the row needs it. Until then it may hold a shared prefix.
 
 A page has a number (`PagePool`). Numbers below the pool's size name its own pages. Slabs of kept prompts get higher numbers
 while a row or a prefix has one of their pages: rows read them in place, and they are never written to.
@@ -39,15 +38,16 @@ class Row:
     pages: dict[Hashable, list[int]] = field(default_factory=dict)
     """by paging, the row's pages in order"""
     paged: dict[Hashable, int] = field(default_factory=dict)
-    """by paging, tokens that were in pages when it began: more than its length implies, where that leaves the window empty"""
+    """by paging, tokens that were in pages when the row began. With a shared prefix these may be more than `length` implies,
+    and the row then has no recent tokens"""
     room: int = 0
-    """lower bound of the tokens for which its pages suffice; avoids a look at all pages in every step"""
+    """lower bound of the tokens for which the row's pages suffice, so that most steps need not check its pages"""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens with which a row may begin: full pages, the sink before them, and perhaps a window. It has no reference to the
-    pages, so it must be used at once."""
+    """Stored tokens with which a row may begin: full pages, the sink before them, and perhaps recent tokens. It holds no
+    reference to the pages, so a row must adopt it before any page is released."""
 
     length: int
     """tokens: the sink's, the pages' and the window's"""
@@ -101,7 +101,8 @@ class RowPool:
         """How many pages are missing for one more row of up to `limit` tokens; 0: it fits. Slots are not considered.
 
         Args:
-            prefix: what the row begins with. fork_of: a row in the pool, of which it is a fork.
+            prefix: the prefix that the row adopts.
+            fork_of: the row in the pool whose full pages the new row shares.
         """
         shared = {} if prefix is None else prefix.pages
         if fork_of is not None:

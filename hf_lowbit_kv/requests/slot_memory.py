@@ -4,8 +4,8 @@ windows, rings. All slots share the pages.
 Layers of one shape share tensors, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's part of
 them looks like the state of a cache with `slots` rows, so kernels see no difference.
 
-Rows can also read pages of others, for example of kept prompts, where they are: their slabs are attached after the pool's
-own slab. The pool's own tensors keep their addresses.
+Rows can also read pages of other owners in place, for example of kept prompts: those slabs are attached after the pool's own
+slab. The pool's own tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class SlotMemory:
     # ---- slabs of others -----------------------------------------------------------------------------------------
 
     def attach(self, paging: Hashable, place: int, slabs: Sequence[torch.Tensor]) -> None:
-        """Let rows read pages that belong to others.
+        """Let rows read pages of another owner.
 
         Args:
-            place: index among the slabs of the pool: that of a detached slab with the same number of pages, or the next
-                new one.
+            place: index among the slabs of the pool: that of a detached slab with the same number of pages, or the next new
+                index.
             slabs: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on the layer's device, in its
                 layout.
         """
@@ -179,8 +179,8 @@ class SlotMemory:
             self.states[index].pool[place : place + 1] = [slab]  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
-        """Forget an attached slab, which no row uses. Its page numbers remain, without memory. Tables of empty slots may still
-        have them, but nothing reads these."""
+        """Drop an attached slab that no row uses. Its page numbers stay reserved, without memory. Tables of empty slots may
+        still contain them, but nothing reads those tables."""
         for index in self.layers_of(paging):
             pool = self.states[index].pool
             pool[place] = pool[0][:1].expand(len(pool[place]), -1, -1)
@@ -252,10 +252,13 @@ class SlotMemory:
     def set_window(
         self, slot: int, length: int, paged: dict[Hashable, int], sinks: list[Pair], tails: list[Pair]
     ) -> None:
-        """Fill an empty slot: `length` tokens, of which `paged` are in pages, by paging.
+        """Fill an empty slot.
 
         Args:
-            sinks: by group. tails: by group, the tokens after the pages, in order; empty: there are none.
+            length: tokens of the row.
+            paged: by paging, how many of them are in pages.
+            sinks: by group, the sink's keys and values.
+            tails: by group, the tokens after the pages, in order; empty: there are none.
         """
         for number, group in enumerate(self.groups):
             group.counters[0, :, slot] = length
@@ -271,8 +274,7 @@ class SlotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated here. The layers' parameters belong to the model's calibration, and attached slabs to others:
-        they are not counted."""
+        """Bytes that the pool has allocated, without the layers' parameters and attached slabs, which have other owners."""
         sizes = {}
         for state in self.states:
             for tensor in state._replace(parameters=[], pool=state.pool[:1]).tensors():

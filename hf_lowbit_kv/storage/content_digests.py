@@ -1,10 +1,10 @@
-"""Whether contents are the same, also in another process: what files hold is compared by this.
+"""Digests: tests whether contents are equal, also across processes. Saved files contain them.
 
-- A **digest** identifies numbers: those of a tensor (`digest`), or a sample of each of many (`Samples`).
-- A **fingerprint** of a model has plain values: its configuration, adapters, and digests of every parameter and buffer,
-  not only of the embedding, because a fine-tune may leave the embedding unchanged.
+- A **digest** identifies the numbers of one tensor (`digest`), or sampled numbers of many (`Samples`).
+- A **fingerprint** of a model has its configuration, adapters, and a digest of every parameter and buffer. The embedding is
+  not enough, because a fine-tune may leave it unchanged.
 
-Whether something has changed since this process looked at it: `process_stamps`.
+`process_stamps` detects changes within one process, without reading contents.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Samples:
     """`SAMPLED` numbers of each tensor, on its device. Taking them does not wait for the device.
 
     Args:
-        tensors: by name. skip_offloaded: leave out those whose numbers are not in memory.
+        tensors: by name.
+        skip_offloaded: leave out tensors whose numbers are not in memory.
 
     Raises:
         ValueError: a tensor's numbers are not in memory.
@@ -178,7 +179,7 @@ class Samples:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], skip_offloaded: bool = False):
         samples: dict[tuple, list[torch.Tensor]] = {}
-        # for each name its parts: dtype and device, count of numbers, and a description
+        # by name, for each part of a tensor: dtype and device, number of samples, and a description
         self._parts: dict[str, list[tuple[tuple, int, str]]] = {}
         for name, tensor in tensors.items():
             for part in _plain(name, tensor, skip_offloaded):

@@ -33,18 +33,18 @@ class ModelSide(ABC):
 
     @abstractmethod
     def sizes(self, config: Any) -> StreamSizes:
-        """KV heads and widths of the streams, as far as the layer's configuration says."""
+        """KV heads and widths of the streams, as far as the layer's configuration determines them."""
 
     def begin(self, stays: bool) -> None:  # noqa: B027  (most sides have nothing to do)
-        """`update()` is about to hand its views on to the model. stays: a compiled step may follow, which can undo
-        nothing."""
+        """Prepare the model: `update()` is about to return views to it. stays: the change must outlive this layer call, because
+        a compiled step, which cannot restore anything, may follow."""
 
     def refresh(self, dtype: torch.dtype) -> None:  # noqa: B027
-        """A step of `dtype` follows, and it may be compiled or replayed: then it cannot see whether weights have
-        changed from which this side has computed something that it keeps."""
+        """Update cached tensors that were computed from weights, if the weights have changed. Called before a step of `dtype`
+        that may be compiled or replayed, because such a step cannot check weights."""
 
     def why_not(self, module: Any) -> str | None:
-        """Why it cannot serve `module`, the attention module that runs, or `None`."""
+        """Why this side cannot be used with `module`, the running attention module; `None`: it can."""
         return None
 
     def end(self) -> None:  # noqa: B027

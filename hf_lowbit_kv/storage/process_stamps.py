@@ -1,14 +1,13 @@
-"""Whether something has changed since this process looked at it. A stamp is a cheap look; only where it differs something
-is read, computed or recorded again.
+"""Stamps: cheap tests for changes within this process. A result is read, computed or recorded again only if its stamp differs.
 
-- Of a file (`FileStamp`): its place, size and times.
-- Of a tensor: the object, its memory and PyTorch's count of in-place changes. That count does not see changes through
+- The stamp of a file (`FileStamp`) has its inode, size and times.
+- The stamp of a tensor has the object, its address and PyTorch's count of in-place changes. That count misses changes through
   `.data` or NumPy.
-- Of a module (`ModuleStamp`): those of its tensors, and its plain values.
-- Of what a recorded step depends on: `model_stamp`, `cache_stamp` and `settings_stamp`. A graph reads weights at their
-  addresses, so in-place changes do not count there.
+- The stamp of a module (`ModuleStamp`) has the stamps of its tensors, and its plain values.
+- A recorded step depends on `model_stamp`, `cache_stamp` and `settings_stamp`. A graph reads weights at their addresses, so
+  in-place changes do not matter there.
 
-Whether contents are the same, also in another process: `content_digests`.
+`content_digests` compares contents, also across processes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .paged_store import LayerStore
 
 T = TypeVar("T")
-#: nanoseconds. Clocks of file systems advance in steps, and a file that is written twice within one step looks unchanged
+#: nanoseconds. The clock of a file system advances in steps; a file that is written twice within one step looks unchanged
 CLOCK_STEP = 20_000_000
 
 
@@ -113,8 +112,7 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ModuleStamp:
-    """The state of a module when it was checked: its plain values, and for each tensor the object, its address, and how
-    often it was changed."""
+    """The state of a module at one time: its plain values, and the stamps of its tensors."""
 
     def __init__(self, module: torch.nn.Module):
         self._stamps = [
@@ -137,7 +135,7 @@ _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device}
 def _stamp_of(tensor: torch.Tensor) -> tuple | None:
     if tensor.is_inference():
         return None
-    # a tensor that consists of others has no memory itself
+    # a wrapper of other tensors has no memory of its own
     address = 0 if hasattr(tensor, "__tensor_flatten__") else tensor.data_ptr()
     return tensor._version, address, tensor.shape, tensor.dtype, tensor.device
 
@@ -148,7 +146,9 @@ def _same(before: Any, now: Any) -> bool:
     if not isinstance(before, tuple):
         return False
     ref, stamp = before
-    return ref() is now and stamp is not None and stamp == _stamp_of(now)  # new tensors may lie where others were
+    return (
+        ref() is now and stamp is not None and stamp == _stamp_of(now)
+    )  # a new tensor may have the address of an old one
 
 
 def _parts_of(value: Any, depth: int, flat_parts: list[Any]) -> list[Any]:
@@ -174,12 +174,12 @@ def _parts_of(value: Any, depth: int, flat_parts: list[Any]) -> list[Any]:
 
 
 class Unstamped:
-    """Base of objects that do not count: they change while a recording stays valid."""
+    """Base of objects that stamps ignore: they may change while a recording stays valid."""
 
 
 _COMPARED = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
-#: attribute of a model with what replaces its methods for a while (`generation/overriding.py`)
+#: attribute of a model that holds temporary replacements of its methods (`generation/overriding.py`)
 OVERRIDES = "_lowbit_overrides"
 #: attributes of a model that do not affect its forward pass
 _IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", OVERRIDES}
@@ -204,8 +204,8 @@ def changed_module(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None
 
 
 def _attributes(thing: Any, depth: int, seen: set[int]) -> tuple:
-    attributes = dict(vars(thing))  # as it is now: calls of other threads put overrides on and take them off
-    # nor do pieces count that another thread has fused for a moment
+    attributes = dict(vars(thing))  # a copy, because other threads add and remove overrides
+    # fused pieces of other threads are ignored too
     kept = {name: x for name, x in attributes.items() if name not in _IGNORED and not isinstance(x, Unstamped)}
     return tuple((name, _described(value, depth, seen)) for name, value in kept.items())
 
@@ -234,7 +234,7 @@ def _described(value: Any, depth: int, seen: set[int]) -> Any:
         return id(value)
     if id(value) in seen or depth == 0 or not hasattr(value, "__dict__"):
         return type(value).__name__
-    seen.add(id(value))  # a configuration hangs on every module
+    seen.add(id(value))  # every module refers to the configuration
     return type(value).__name__, _attributes(value, depth - 1, seen)
 
 

@@ -6,8 +6,8 @@ map:
     keys      k' = k M      queries get the counterpart, q' = q M^-T      so that q' . k' = q . k
     values    v' = v M      the output is mapped back, o = o' M^-1
 
-A transform of keys may first take off a center: k' = (k - c) M. Every score of a query is then too small by
-q . c. Softmax ignores that; with a softcap or sink logits `Transform.score_bias` adds it back.
+A transform of keys may first subtract a center: k' = (k - c) M. All scores of a query q then lack q . c, which does not change
+a softmax. With a softcap or sink logits it would, so there `Transform.score_bias` adds it back.
 
 A rotation spreads a few large channels over all channels, so that few bits store them better. Factors make channels
 alike. `+` joins transforms: "smooth+hadamard" divides by factors first, then rotates.
@@ -33,8 +33,8 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Fused(NamedTuple):
-    """A transform that kernels apply when they read: factors of channels, then the Hadamard rotation, then factors. Any
-    of the three may be missing; at most one of the two factors exists."""
+    """A transform that kernels apply when they load tokens: factors of channels, the Hadamard rotation, factors of channels, in
+    this order. Each may be missing, and at most one of the two sets of factors exists."""
 
     before: bool
     rotated: bool
@@ -42,8 +42,8 @@ class Fused(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether there are factors. They are the first two of the transform's tensors, float32 `[H or 1, head_dim]`:
-        those of keys (or values), and those of queries."""
+        """Whether there are factors. The transform's first two tensors, float32 `[H or 1, head_dim]`, are the factors of keys
+        (or values) and of queries."""
         return self.before or self.after
 
 
@@ -71,23 +71,23 @@ class Transform(Parametrized, ABC):
 
     @property
     def fused(self) -> Fused | None:
-        """How kernels apply it when they read; `None`: PyTorch applies it, before and after them."""
+        """How kernels apply it when they load tokens; `None`: PyTorch applies it, before and after the kernels."""
         return None
 
     @property
     def product(self) -> bool:
-        """Whether it is a product of keys with the first tensor that is held, and of queries with the second, `[H or 1,
-        D, D]` both; `centered`: keys lose the third, `[H or 1, D]`, before. A kernel may apply it, and its sums may differ
-        from PyTorch's."""
+        """Whether it is a matrix product that a kernel may apply, with sums in another order than PyTorch's. Keys are
+        multiplied by the first tensor, and queries by the second, both `[H or 1, D, D]`. If `centered`, the third tensor, `[H
+        or 1, D]`, is subtracted from keys before."""
         return False
 
     def own_inverse(self, head_dim: int) -> bool:
-        """Whether it is a rotation (`fused`, without factors) that returns the input if applied twice, but for rounding."""
+        """Whether it is a rotation (`fused`, without factors) that is its own inverse, apart from rounding."""
         return False
 
     @property
     def centered(self) -> bool:
-        """Whether keys lose a center before they are mapped. Such a transform is for keys only."""
+        """Whether a center is subtracted from keys before they are mapped. Values cannot have such a transform."""
         return False
 
     @abstractmethod
@@ -120,8 +120,8 @@ class Transform(Parametrized, ABC):
         return q if self.identity else _by_kv_head(q, num_kv_heads, lambda x: self.map_queries(x, tensors))
 
     def score_bias(self, q: torch.Tensor, tensors: Tensors, num_kv_heads: int) -> torch.Tensor | None:
-        """Constant missing in the products of the model's queries `[B, Hq, n, head_dim]` with all stored keys, float32 `[B, Hq,
-        n]`; `None`: nothing."""
+        """q . c of the model's queries `[B, Hq, n, head_dim]`, which all their scores lack, float32 `[B, Hq, n]`; `None`: there
+        is no center."""
         if not self.centered:
             return None
         grouped = q.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)

@@ -84,24 +84,24 @@ In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and va
 {served_table}
 ## Text and images
 
-These vision-language models read a text with an image in it. Tokens of the image are stored like those of text. The
+These vision-language models accept a text with an image. Tokens of the image are stored like those of text. The
 vision tower keeps its own attention. The table above has only the text models of such architectures.
 
 {image_table}
 Models of the Qwen-VL kind keep positions outside of their cache (`rope_deltas`). A low-bit cache remembers those of its
-text. `lb.generate` and enabled models give them back to the model before the text continues: after other texts, in a fork,
+text. `lb.generate` and enabled models restore them in the model before the text continues: after other texts, in a fork,
 or in another process. A plain `model.generate` that would continue with another text's positions raises an error.
 
 ## RoPE that changes with the length
 
 Rotary embeddings of the kinds `longrope` and `dynamic` change at a length: `original_max_position_embeddings` tokens for
-`longrope`, `max_position_embeddings` for `dynamic`. Stored keys keep the embeddings with which they were read. Below that
-length there is no difference. A text that passes it:
+`longrope`, `max_position_embeddings` for `dynamic`. Stored keys keep the embeddings with which they were computed. Below
+that length there is no difference. For a text that passes it:
 
 | call | what happens |
 |---|---|
-| one call of `lb.generate`, or of an enabled model | as with transformers' cache; automatic chunks equal a prompt read whole |
-| `lb.Chat` | reads the whole conversation again in that turn; with `dynamic`, in every later turn too |
+| one call of `lb.generate`, or of an enabled model | as with transformers' cache; automatic chunks do not change the result |
+| `lb.Chat` | prefills the whole conversation again in that turn; with `dynamic`, in every later turn too |
 | `PrefixStore` | shares prefixes on the same side of that length; with `dynamic`, only below it |
 | `cache.fork()` | a fork that would pass it raises an error: `reset()` it |
 | `lb.generate_many`, the server | reject a request that may pass it |
@@ -109,8 +109,8 @@ length there is no difference. A text that passes it:
 
 Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text grows beyond
 `original_max_position_embeddings` (4096 tokens in Phi-3.5 and Phi-4-mini), and continue in full precision. `lb.generate` and
-enabled models keep the low-bit cache: the step that passes the length reads the whole text again, once. A plain
-`model.generate(past_key_values=cache)` loses the cache there, so making one warns.
+enabled models keep the low-bit cache: the step that passes the length prefills the whole text again, once. A plain
+`model.generate(past_key_values=cache)` loses the cache at that length, so creating a cache for such a model warns.
 
 ## Not supported
 
@@ -119,16 +119,16 @@ These models raise an error with the reason, when their cache is made or in thei
 {refused_table}
 ## Not tried
 
-No small model of these could be made, or transformers' own cache does not run it:
+No small model of these could be created, or transformers' own cache cannot run it:
 {untried}.
 `python tests/support/models_page.py --only NAME` prints the reason.
 
 ## How these models are tested
 
 `python tests/support/models_page.py` wrote this page. It makes a small model of each architecture, with
-random weights and the real order of kinds of layers. Two rows, one of them padded, are read by `model.generate`, with all
-that a tokenizer or processor returns, and {new} tokens are written. That is done with a growing and with a preallocated
-cache without compression, by `lb.generate`, and under `lb.enable`. Logits must equal those with transformers' own cache, up
+random weights and the real order of kinds of layers. `model.generate` gets two rows, one of them padded, with all inputs
+that a tokenizer or processor returns, and generates {new} tokens: with a growing and with a preallocated cache without
+compression. `lb.generate` and an enabled model do the same. Logits must equal those with transformers' own cache, up
 to {tolerance:g} of their standard deviation. Vision-language models get their image as pixel values.
 """
 #: kinds of layers that are packed, as configurations name them

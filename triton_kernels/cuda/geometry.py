@@ -24,10 +24,10 @@ from .arguments import AppendArgs, AttendArgs, StepArgs, TransformArgs
 from .memory import Memory, memory
 from .needs import Needs, slices
 
-#: bytes of shared memory that a CTA takes in addition to its request; shared memory of a multiprocessor of an H100 or H200
+#: bytes of shared memory: taken by a CTA in addition to its request; of a multiprocessor of an H100 or H200
 RESERVED, SHARED = 1024 + 512, 228 * 1024
-#: the window stays wide if it leaves room for at least this many warps. On an H100 only the window limits the number of
-#: warps, and the kernels were measured there with wide windows
+#: keys and values of the window get separate buffers (a wide window) if these leave room for at least this many warps. On an
+#: H100 only the window limits the number of warps, and the kernels were measured there with wide windows
 ENOUGH_WARPS = 6
 #: the same for head sizes above 128, whose wide windows take twice as much memory
 ENOUGH_WARPS_WIDE = 8
@@ -42,15 +42,19 @@ class NoRoomError(ValueError):
 
 
 class KernelShape(NamedTuple):
-    """The shape of the attend kernel: tokens of a KV tile, warps per warp group, warp groups per CTA (a multiprocessor
-    runs one CTA), tiles of eight query rows; whether at most four rows use every other column (`spread`); whether keys and
-    values of the window share one buffer (`narrow`)."""
+    """The shape of the attend kernel. A multiprocessor runs one CTA."""
 
+    #: tokens of a KV tile
     kv_tile: int
+    #: warps per warp group
     warps: int
+    #: warp groups per CTA
     warp_groups: int
+    #: tiles of eight query rows
     row_tiles: int
+    #: whether at most four query rows use every other column
     spread: bool = False
+    #: whether keys and values of the full-precision window share one buffer
     narrow: bool = False
 
 

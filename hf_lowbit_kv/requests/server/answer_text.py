@@ -18,11 +18,13 @@ CANCELLED = "the request was cancelled: the client left, or the server is stoppi
 
 
 class AnswerParser(ResponseParser):
-    """transformers' parser of answers. A tool call that is none, or that it cannot read, is text.
+    """transformers' parser of answers, but an invalid tool call becomes text.
 
     Args:
-        template: the response template of the model. prefix: the prompt. tools: those of the request.
-        calls: whether tool calls are served; otherwise all are text.
+        template: the response template of the model.
+        prefix: the prompt.
+        tools: the tools of the request.
+        calls: whether the server supports tool calls; otherwise all of them become text.
     """
 
     def __init__(self, template: Any, prefix: str, tools: list[Any] | None, calls: bool = True):
@@ -170,8 +172,8 @@ class AnswerStreamer(DirectStreamer):
             super()._enqueue(item)
 
     def _without_edges(self, text: str) -> str:
-        """The part of the text that can be sent, so that the whole has no white space at its edges. transformers does the
-        same with whole answers that it parses."""
+        """The part of the text that can be sent now. The whole answer gets no white space at its ends, as whole answers that
+        transformers parses."""
         kind = type(text)
         unsent = self._unsent_space.get(kind)
         text = text.lstrip() if unsent is None else unsent + text
@@ -188,7 +190,7 @@ class AnswerStreamer(DirectStreamer):
 
 
 class StopText:
-    """Passes on a text piece by piece, up to the first stop text. A piece that may be the beginning of one is held back.
+    """Passes on a text piece by piece, up to the first stop text. A piece that may begin a stop text is delayed.
 
     Args:
         stops: the stop texts; none is empty.

@@ -1,4 +1,4 @@
-"""Clients of the server: who may ask, how much and how many at once, and what happens when they leave or do not read."""
+"""Limits for clients of the server: API key, size of a body, open requests, and clients that disconnect or stall."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .generation_manager import PoolGenerateManager
 from .openai_errors import error_response
 
 REQUEST_ID = b"x-request-id"
-#: longest `x-request-id` of a client that comes back to it
+#: longest `x-request-id` of a client that is returned in the answer
 ID_BYTES = 256
-#: seconds in which a client must send its request, and take some of its answer
+#: seconds within which a client must send its request, and must read a part of its answer
 SLOW = 60.0
-#: bytes of a body that are read beyond the largest one allowed
+#: bytes that are read and dropped of a body above the limit
 DROPPED = 2**26
 #: connections without a request that stay open beside those with one
 IDLE_CONNECTIONS = 256
@@ -26,11 +26,14 @@ IDLE_CONNECTIONS = 256
 
 class Clients:
     """ASGI middleware. A client that disconnects before its answer is complete frees its row. A body that is too long for
-    any row gets HTTP 413, and a request beyond `most_open` gets 429, before anybody waits for its tokens.
+    any row gets HTTP 413, and a request beyond `most_open` gets 429, before its prompt is tokenized.
 
     Args:
-        app: the server. manager: notified when clients come and leave. most_bytes: of a body. most_open: requests at once.
-        api_key: what clients must send as `Authorization: Bearer ...`; `None`: nothing.
+        app: the server.
+        manager: notified when clients connect and disconnect.
+        most_bytes: largest size of a body.
+        most_open: largest number of open requests.
+        api_key: the key that clients must send as `Authorization: Bearer KEY`; `None`: no key.
     """
 
     def __init__(
@@ -112,8 +115,8 @@ class Clients:
             answer.result()  # raises what it raised
 
     async def _body(self, receive: Any) -> list[Any] | None:
-        """The messages of a body; `None` if it is longer than allowed. The rest of a longer one is read and dropped, up to
-        a limit: a connection that is closed before that loses the answer."""
+        """The messages of a body; `None` if it is longer than allowed. The rest of a longer body is read and dropped, up to
+        `DROPPED` bytes, because a client whose body is not read would not receive the error."""
         messages, size = [await receive()], 0
         while messages[-1]["type"] == "http.request" and size <= self.most_bytes + DROPPED:
             size += len(messages[-1].get("body", b""))
@@ -134,11 +137,11 @@ CLOSE = {"connection": "close"}
 
 
 class SlowClients:
-    """Closes connections that do nothing: those whose client does not read its answer or does not send its request, and
-    the oldest idle ones if there are too many.
+    """Closes stalled connections: the client does not read its answer, or does not send its request. If there are too many
+    idle connections, the oldest are closed.
 
     Args:
-        most_open: requests at once.
+        most_open: largest number of open requests.
     """
 
     def __init__(self, most_open: int):

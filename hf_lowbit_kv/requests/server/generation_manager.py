@@ -35,12 +35,12 @@ class PoolGenerateManager:
         return len(self._open)
 
     def enter(self, name: str) -> None:
-        """A client has come with a request, which is not submitted yet."""
+        """Note a request that is not submitted yet."""
         with self._guard:
             self._open[name] = None
 
     def leave(self, name: str) -> None:
-        """The client has left, or has its whole answer. What still runs for it is cancelled, and nothing more begins."""
+        """The client has disconnected, or has its whole answer: cancel its request, and reject a later `submit`."""
         with self._guard:
             ticket = self._open.pop(name, None)
         if ticket is not None:
@@ -52,8 +52,9 @@ class PoolGenerateManager:
         """Begin an answer. Called in any thread.
 
         Args:
-            ids: the prompt. streamer: takes the answer.
-            streamed: whether it takes each token when it is drawn; otherwise only the result, to read it later.
+            ids: the prompt.
+            streamer: receives the answer.
+            streamed: whether the streamer gets each token when it is drawn; otherwise it gets only the result.
 
         Raises:
             Refused: the request cannot be served, or its client has left. CBWorkerDeadError: nothing is served any more.
@@ -65,7 +66,7 @@ class PoolGenerateManager:
         if (seed := getattr(config, SEED, None)) is not None:
             options["seed"] = seed
         config = copy.deepcopy(config)
-        config.stop_strings = None  # streamers look for them, at no cost for rows that have none
+        config.stop_strings = None  # the streamer detects them, so that rows without stop strings cost nothing
 
         def done(result: Result) -> None:
             if streamed:

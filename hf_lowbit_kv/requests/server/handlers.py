@@ -26,9 +26,9 @@ from .generation_manager import MAY_SHORTEN, SEED, PoolGenerateManager, PoolStat
 from .openai_errors import Refused, error_body, shown
 from .request_fields import OWN, check_fields, check_template_values, read_settings
 
-#: prompts that are made at once
+#: number of threads that make prompts
 THREADS = 4
-#: bytes that a prompt may have for each token of the longest row, and those of usual texts
+#: bytes per token of the longest row: the limit of a prompt, and the bytes of usual texts
 TOKEN_BYTES, USUAL_BYTES = 64, 4
 
 
@@ -91,7 +91,7 @@ class _PoolHandler:
         self._threads: anyio.CapacityLimiter | None = None
 
     async def handle_request(self, body: dict, request_id: str) -> StreamingResponse | JSONResponse:
-        """Answer a request. The prompt is made in a worker thread, so that other answers go on meanwhile."""
+        """Answer a request. A worker thread makes the prompt, so that other answers continue."""
         if self._threads is None:
             self._threads = anyio.CapacityLimiter(THREADS)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
@@ -153,7 +153,7 @@ class _PoolHandler:
         raise NotImplementedError
 
     def _ids(self, text: str, **options: Any) -> list[int]:
-        """The tokens of a prompt. Of one that is far too long only a part is read."""
+        """The tokens of a prompt. If a prompt is far too long, only a part of it is tokenized."""
         longest = self._manager.requests.pool.longest
         if (size := len(text.encode())) > TOKEN_BYTES * longest:
             raise Refused(400, f"the prompt has {size} bytes, which is more than a row may hold", self._reads)
