@@ -51,8 +51,9 @@ def layer_specs(
     """The spec of each packed layer.
 
     Args:
-        spec: the spec of the cache. config: the configuration of the model. model_sides: by index, for the packed
-            layers.
+        spec: the spec of the cache.
+        config: the configuration of the model.
+        model_sides: by index, for the packed layers.
 
     Raises:
         ValueError: an index is not a packed layer or is given twice, a preset or option is unknown, or a preset does

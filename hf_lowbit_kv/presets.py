@@ -231,8 +231,10 @@ def register_preset(
 
     Args:
         name: a new name. Names of other presets with suffixes are taken.
-        key_format, value_format, transform, value_transform: names. sink, residual: numbers of tokens.
-        attention_kind: of the layers; `None`: either. note: origin of the preset, for tables.
+        key_format, value_format, transform, value_transform: names.
+        sink, residual: numbers of tokens.
+        attention_kind: of the layers; `None`: either.
+        note: origin of the preset, for tables.
 
     Raises:
         ValueError: the name is taken or not a word, or a format, a transform or a number is not allowed. Nothing is

@@ -29,7 +29,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded to the dtype of `x`.
 
     Args:
-        x: `[..., D]`, any strides. weight: `[D]`, of any floating dtype.
+        x: `[..., D]`, any strides.
+        weight: `[D]`, of any floating dtype.
 
     Returns:
         `[..., D]`, contiguous, in the dtype of `x`.
@@ -100,7 +101,8 @@ def rotary(
     """Queries and keys rotated by halves: `x * cos + rotate_half(x) * sin`, in float32, rounded once.
 
     Args:
-        q: `[B, q_heads, S, D]`, any strides. k: `[B, heads, S, D]` of the same dtype.
+        q: `[B, q_heads, S, D]`, any strides.
+        k: `[B, heads, S, D]` of the same dtype.
         cos, sin: `[B or 1, S, R]`, R even. The first R channels are rotated, the others copied. If the halves are
             `shared`, 2 R channels are rotated.
 

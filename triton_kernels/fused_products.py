@@ -149,8 +149,9 @@ def products(
     """`x @ weight.T + bias` for two or three weights.
 
     Args:
-        x: `[..., K]`, at most `MAX_ROWS` rows in all. weights: `[n, K]`, their last dimension dense. biases: `[n]`,
-            for all weights or for none. All have one device and one dtype, float16 or bfloat16.
+        x: `[..., K]`, at most `MAX_ROWS` rows in all.
+        weights: `[n, K]`, their last dimension dense.
+        biases: `[n]`, for all weights or for none. All have one device and one dtype, float16 or bfloat16.
         tiles: the tiling of the launch; by default the fastest on an H200.
 
     Returns:
@@ -186,7 +187,8 @@ def gated_product(
     """`activation(x @ gate.T) * (x @ up.T)`, rounded once at the end.
 
     Args:
-        x, biases, tiles: as for `products`. weights: the gate's and the other one's, `[N, K]` each.
+        x, biases, tiles: as for `products`.
+        weights: the gate's and the other one's, `[N, K]` each.
         activation: one of `fused_kernels.ACTIVATIONS`.
 
     Returns:

@@ -36,8 +36,11 @@ def attention(
     """Attention of query rows to FP8 latents. Blocks of 64 tokens are processed strictly in order.
 
     Args:
-        query: absorbed, `[rows, rank + rope]`. codes: e4m3 numbers in float32 `[n, rank]`. scale: float32 `[n]`.
-        rope: RoPE parts of the keys `[n, rope]`. scaling: factor on q.k.
+        query: absorbed, `[rows, rank + rope]`.
+        codes: e4m3 numbers in float32 `[n, rank]`.
+        scale: float32 `[n]`.
+        rope: RoPE parts of the keys `[n, rope]`.
+        scaling: factor on q.k.
 
     Returns:
         Output float32 `[rows, rank]`, and the natural log-sum-exp of the scores `[rows]`.

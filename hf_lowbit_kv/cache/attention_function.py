@@ -34,8 +34,11 @@ def lowbit_attention(
     layers, other caches, no cache) get transformers' own attention.
 
     Args:
-        query: `[B, Hq, S, D]`. attention_mask: from `lowbit_mask`. scaling: factor on q.k (default `D ** -0.5`).
-        softcap: bound of the scores (Gemma 2). s_aux: sink logits `[Hq]` (gpt-oss).
+        query: `[B, Hq, S, D]`.
+        attention_mask: from `lowbit_mask`.
+        scaling: factor on q.k (default `D ** -0.5`).
+        softcap: bound of the scores (Gemma 2).
+        s_aux: sink logits `[Hq]` (gpt-oss).
 
     Returns:
         `([B, S, Hq, D], None)`.

@@ -16,10 +16,14 @@ class CacheBytes(int):
     """Allocated bytes of a cache: the total, with its parts as attributes.
 
     Attributes:
-        codes: packed values in use. metadata: their scales, zero points and maps. window: sink and tail in use, in the
-            model's dtype. parameters: read-only tensors of layers (codebooks, factors). unused: capacity without tokens, page
-            tables, counters. transformers: layers that stay transformers' own. shared: pages and parameters in use that
-            count as another cache's (see `LowBitCache.fork`); no part of the total.
+        codes: packed values in use.
+        metadata: their scales, zero points and maps.
+        window: sink and tail in use, in the model's dtype.
+        parameters: read-only tensors of layers (codebooks, factors).
+        unused: capacity without tokens, page tables, counters.
+        transformers: layers that stay transformers' own.
+        shared: pages and parameters in use that count as another cache's (see `LowBitCache.fork`); no part of the
+            total.
 
     Example:
         >>> cache = lb.from_preset("kivi-4", model)

@@ -107,7 +107,8 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
     """Copy the contents of a cache. Waits for the device.
 
     Args:
-        shared, first_page: see `take_tokens`. row: only this one, without padding.
+        shared, first_page: see `take_tokens`.
+        row: only this one, without padding.
 
     Raises:
         OverrunError: tokens are lost. RuntimeError: the last forward pass was interrupted.

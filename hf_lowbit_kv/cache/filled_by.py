@@ -149,7 +149,8 @@ class Calibrated(NamedTuple):
         """Compare the model with the calibration's, if it has changed. Waits for the device.
 
         Args:
-            now: the model's present state. sizes: by packed layer, as for `describe_model`.
+            now: the model's present state.
+            sizes: by packed layer, as for `describe_model`.
 
         Raises:
             ValueError: the calibration was not made for the model as it is.

@@ -130,7 +130,8 @@ class ReadLengths:
 
     Attributes:
         first: read length of the first pass; `None`: nothing was read, or it follows from `columns`.
-        columns: padded tokens of the first pass, where only these are known. mixed: passes of several tokens did not agree.
+        columns: padded tokens of the first pass, where only these are known.
+        mixed: passes of several tokens did not agree.
         forked: the cache is a fork.
     """
 

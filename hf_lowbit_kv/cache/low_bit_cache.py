@@ -403,7 +403,8 @@ class LowBitCache(Cache, PushToHubMixin):
         """The cache that `save_pretrained` wrote, on the model's device. It continues exactly like the saved one.
 
         Args:
-            path_or_repo: a folder, or a hub repository. revision, token: of the repository.
+            path_or_repo: a folder, or a hub repository.
+            revision, token: of the repository.
             model: the model that the cache was made for. Numbers of every parameter are compared.
             max_cache_len: preallocate for this many tokens; `None`: grow.
             backend: as for `LowBitCache`. Codes are converted to its page layout.

@@ -284,7 +284,8 @@ class LowBitLayer(CacheLayerMixin):
         """Remove each row's newest tokens, as `crop` does, but keep their positions as padding.
 
         Args:
-            tokens: int32 `[B]`, of each row. stored: bool `[B, n]`, see `set_stored_positions`.
+            tokens: int32 `[B]`, of each row.
+            stored: bool `[B, n]`, see `set_stored_positions`.
         """
         self._shorten(tokens[:, None].to(self.device), int(tokens.max()))
         self.set_stored_positions(stored.to(self.device))
@@ -309,7 +310,8 @@ class LowBitLayer(CacheLayerMixin):
         """A layer with the same tokens. Data that is only read is shared.
 
         Args:
-            contents: of `contents_of_forks`. memo: that of `copy.deepcopy`.
+            contents: of `contents_of_forks`.
+            memo: that of `copy.deepcopy`.
         """
         new = memo[id(self)] = type(self).__new__(type(self))
         # all other attributes are never changed, only replaced

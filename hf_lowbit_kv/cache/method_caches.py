@@ -116,7 +116,8 @@ class KittyCache(LowBitCache):
     Args:
         boost: share of the key channels with 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
         score: how channels are chosen; see `formats.Boosted`.
-        bits_v: 2, 4 or 8. group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
+        bits_v: 2, 4 or 8.
+        group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
         **options: as for `LowBitCache`.
 
     Example:

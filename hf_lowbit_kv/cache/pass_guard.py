@@ -40,7 +40,8 @@ class PassGuard:
     the last layer is not detected if that layer is recurrent.
 
     Args:
-        first_packed: index of the cache's first packed layer. sliding: indices of its sliding layers.
+        first_packed: index of the cache's first packed layer.
+        sliding: indices of its sliding layers.
     """
 
     def __init__(self, first_packed: int = 0, sliding: Sequence[int] = ()):
@@ -175,8 +176,9 @@ def _is_padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, sto
     In a continued row, positions include the stored tokens. Rows without stored or new tokens are inconclusive.
 
     Args:
-        position_ids: `[B or 1, S]`. mask: the new tokens' padding, bool `[B, S]`; `None`: there is none. stored: tokens of each
-            row, int `[B]`.
+        position_ids: `[B or 1, S]`.
+        mask: the new tokens' padding, bool `[B, S]`; `None`: there is none.
+        stored: tokens of each row, int `[B]`.
     """
     if mask is None:
         mask = torch.ones(1, position_ids.shape[1], dtype=torch.bool, device=position_ids.device)

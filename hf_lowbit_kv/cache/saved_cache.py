@@ -71,7 +71,8 @@ def write(
     """Write the contents of a cache. Existing files in the folder are replaced in one step, or not at all.
 
     Args:
-        header: see `header_of`. more: plain values to keep in the description.
+        header: see `header_of`.
+        more: plain values to keep in the description.
 
     Raises:
         NotADirectoryError: a file has the name of the folder.

@@ -55,7 +55,8 @@ def warn_of_spoiled_keys(model: Any, specs: Mapping[int, LayerSpec], sizes: Mapp
 
     Args:
         model: the model; anything else than a module has no weights to look at.
-        specs: of the packed layers. sizes: KV heads and widths of their keys and values.
+        specs: of the packed layers.
+        sizes: KV heads and widths of their keys and values.
 
     Returns:
         Whether some weights are not in memory yet, and should be looked at later.

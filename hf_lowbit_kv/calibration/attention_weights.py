@@ -66,7 +66,10 @@ def squared_attention(
     """Sum of the squared attention of all queries that read a token packed, for each token, float32 `[H, S]`.
 
     Args:
-        query: `[1, Hq, S, D]`. key: `[1, H, S, D]`, of the same tokens. scaling: factor on q.k. softcap: bound of the scores.
+        query: `[1, Hq, S, D]`.
+        key: `[1, H, S, D]`, of the same tokens.
+        scaling: factor on q.k.
+        softcap: bound of the scores.
         sinks: logits `[Hq]` that are added to the denominator of the softmax.
     """
     heads, length = key.shape[1], key.shape[2]

@@ -44,7 +44,8 @@ class Tokens:
     """The tokens of texts.
 
     Args:
-        texts: strings of any length. tokenizer: turns a string into `input_ids`; its `eos_token_id` is the end token.
+        texts: strings of any length.
+        tokenizer: turns a string into `input_ids`; its `eos_token_id` is the end token.
 
     Raises:
         TypeError: as for `check_texts`.
@@ -74,7 +75,8 @@ class Tokens:
         """Windows for calibration; see `calibrate`. Windows of joined pieces are used only if the others are too few.
 
         Args:
-            device: type of the model's device. least: smallest allowed `length`.
+            device: type of the model's device.
+            least: smallest allowed `length`.
 
         Raises:
             ValueError: a number is not allowed, or the texts are too short.

@@ -42,7 +42,8 @@ class Calibrator(ABC):
     pages.
 
     Args:
-        part: the transform or format. head_dim, num_kv_heads: those of the layer.
+        part: the transform or format.
+        head_dim, num_kv_heads: those of the layer.
         per_head: whether each KV head gets its own parameters. `None`: the default of the part.
         page_size: tokens per page.
     """
@@ -72,7 +73,8 @@ class Calibrator(ABC):
         """Raise the errors of `fit` for a missing package or too few tokens, before the model reads anything.
 
         Args:
-            device: type of the model's device, e.g. `"cpu"`. tokens: tokens per KV head that `fit` will get.
+            device: type of the model's device, e.g. `"cpu"`.
+            tokens: tokens per KV head that `fit` will get.
         """
 
     def observe(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> None:  # noqa: B027

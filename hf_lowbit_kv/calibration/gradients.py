@@ -90,8 +90,10 @@ def read_gradients(
     tokens.
 
     Args:
-        windows: tokens, int64 `[S]`. firsts: the position of the first token of each; `None`: 0.
-        layers: the packed layers. sides: 0 for keys, 1 for values.
+        windows: tokens, int64 `[S]`.
+        firsts: the position of the first token of each; `None`: 0.
+        layers: the packed layers.
+        sides: 0 for keys, 1 for values.
         page_size: tokens per page. The model reads windows in chunks of this size.
         offload: compute layers again in the backward pass instead of keeping activations. The gradients are the same and
             take about a third longer.

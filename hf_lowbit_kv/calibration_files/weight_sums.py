@@ -52,7 +52,8 @@ def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> 
     """The sums of a model's attention modules. Waits once per device.
 
     Args:
-        layers: indices of the packed layers. others: numbers `[n]` to copy from the device with the sums.
+        layers: indices of the packed layers.
+        others: numbers `[n]` to copy from the device with the sums.
     """
     parts, unread = [], dict[str, None]()
     if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:

@@ -86,7 +86,8 @@ def add_command(
     """Add a command to the application, with `--import`, which runs before the command.
 
     Args:
-        extra: extra of this project that the command may need, for the help text. extra_for: when it is needed.
+        extra: extra of this project that the command may need, for the help text.
+        extra_for: when it is needed.
         options: options of `typer.Typer.command`.
     """
     needs = "Needs no extra packages." if extra is None else f"Needs {_install(extra)} ({extra_for})."

@@ -64,7 +64,8 @@ def make(
     """Calibrate presets, and add the result to the user's file of this model, where caches find it.
 
     Args:
-        texts: files for the calibration. measured: the file on which accuracy is measured.
+        texts: files for the calibration.
+        measured: the file on which accuracy is measured.
 
     Raises:
         ValueError: `measured` is one of `texts`, or `texts` are too short.

@@ -210,8 +210,8 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
     """Show a bar on standard error. Yields a function to call with the name of each step, when it begins.
 
     Args:
-        after: seconds before anything is shown. logged: whether to print a line per step if standard error is not a
-            terminal.
+        after: seconds before anything is shown.
+        logged: whether to print a line per step if standard error is not a terminal.
     """
     columns = (
         SpinnerColumn(),

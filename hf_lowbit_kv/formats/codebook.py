@@ -183,7 +183,8 @@ def nearest(x: torch.Tensor, codebook: torch.Tensor) -> torch.Tensor:
     """Indices of the nearest entries, int64 `[..., H, page, n]`.
 
     Args:
-        x: sub-vectors `[..., H, page, n, dim]`, float32. codebook: `[1 or H, 2^bits, dim]`.
+        x: sub-vectors `[..., H, page, n, dim]`, float32.
+        codebook: `[1 or H, 2^bits, dim]`.
 
     The result is defined to the last bit, because packed bytes depend on it. The distance is the float32 sum of (x_i -
     c_i)^2 from i = 0 on, with every operation rounded. NaN counts as infinity. The lower of two indices with equal

@@ -121,7 +121,8 @@ class Parametrized:
 
         Args:
             tensors: by name, checked with `check`.
-            num_kv_heads: of the layer. local: which of them this process has (tensor parallelism).
+            num_kv_heads: of the layer.
+            local: which of them this process has (tensor parallelism).
         """
         if not (parameters := self.parameters(head_dim, num_kv_heads)):
             return None

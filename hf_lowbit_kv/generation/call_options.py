@@ -34,9 +34,13 @@ class Call:
     """The checked arguments of a `generate` call. Immutable.
 
     Attributes:
-        model: unwrapped. prompt: the prompt as keyword arguments of `model.generate`. tokens: its tokens per row.
+        model: unwrapped.
+        prompt: the prompt as keyword arguments of `model.generate`.
+        tokens: its tokens per row.
         rows: rows of the cache: the rows of the prompt times the sequences to generate for each.
-        new_tokens: largest number of tokens to write. step: one of `STEPS`. fuse: see `generate`.
+        new_tokens: largest number of tokens to write.
+        step: one of `STEPS`.
+        fuse: see `generate`.
         options: the caller's options for `model.generate`.
     """
 
@@ -221,7 +225,8 @@ def warn_of_length(model: Any, tokens: int, length: int) -> None:
     """Warn if the sequence may become longer than the model's positions.
 
     Args:
-        tokens: length of the prompt, padding included. length: the prompt and all tokens that may be generated.
+        tokens: length of the prompt, padding included.
+        length: the prompt and all tokens that may be generated.
     """
     longest = longest_text(model.config)
     if longest is not None and length > longest:
@@ -255,7 +260,9 @@ def check_names(
     """Raise if an option is unknown.
 
     Args:
-        caller: name of the function, for the message. model: unwrapped. options: keyword arguments of the call.
+        caller: name of the function, for the message.
+        model: unwrapped.
+        options: keyword arguments of the call.
         own: names of the function's own options.
         model_inputs: whether the function also accepts options of `model.generate` and inputs of the model
             (`pixel_values`, `token_type_ids`). As in `model.generate`, any input may be `None`.

@@ -43,7 +43,8 @@ def decoding_with(model: Any, cache: Any, step: Callable[..., Any] | None) -> It
     made from Python numbers, which a captured step would repeat.
 
     Args:
-        model: a transformers model, unwrapped. cache: a preallocated one.
+        model: a transformers model, unwrapped.
+        cache: a preallocated one.
         step: called as `step(model, **inputs)`; `None`: nothing changes.
     """
     if step is None or _lacks("recorded steps", _why_no_steps()):

@@ -310,7 +310,8 @@ def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: M
     training.
 
     Args:
-        generation_config: that of this call. arguments: arguments of `generate`.
+        generation_config: that of this call.
+        arguments: arguments of `generate`.
     """
     for name, ours in (("cache_implementation", None), ("use_cache", True)):
         if arguments.get(name) is None and getattr(generation_config, name) == getattr(model.generation_config, name):

@@ -2,11 +2,11 @@
 
 The option `prefill_chunk_size` decides: whole, in chunks of a given size, or in the largest chunks that fit.
 
-Prefilling a whole prompt needs memory for activations: about 100 kB per token in an 8B model. If the GPU has less free
+Prefilling a whole prompt needs memory for activations: about 120 kB per token in an 8B model. If the GPU has less free
 memory, the prompt is prefilled in chunks. Chunks after the first attend to packed pages, so the generated text may
 differ from that after a whole prompt (docs/dev/prefill.md has figures).
 
-The memory per token is measured: the model reads a few hundred tokens of the prompt, and PyTorch's allocator counts bytes.
+The memory per token is measured: the model prefills about 3000 tokens of the prompt, and PyTorch's allocator counts bytes.
 """
 
 from __future__ import annotations
@@ -185,13 +185,13 @@ class ChunkedPrefill:
         )
 
     def advance_in_chunks(self, size: int) -> None:
-        """Prefill all chunks but the last. `generate` reads the last one, because it needs its logits."""
+        """Prefill all chunks but the last. `generate` prefills the last one, because it needs its logits."""
         while self.left > size:
             self.advance(size)
 
     def largest_chunk(self, memory: Memory, measure_always: bool) -> int | None:
-        """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the prompt
-        surely fits."""
+        """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the upper bound
+        of the memory fits."""
         rows = len(self.ids)
         length = max(MEASURED_TOKENS // rows, GRANULE // 4)
         if self.left <= 8 * length:  # the measurements would read most of the prompt
@@ -228,7 +228,7 @@ class ChunkedPrefill:
 
     def _need(self, memory: Memory, length: int) -> Need:
         """The memory for prefill, measured on three chunks of the prompt. A cache that was empty is emptied afterwards. A cache
-        with tokens keeps these chunks, which need not be read again."""
+        with tokens keeps these chunks."""
         is_empty = self.seen == 0
         if is_empty:  # allocate the cache first, so that it is not part of the peaks
             self.advance(GRANULE // 4)

@@ -59,7 +59,8 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
     """Raise the errors that transformers would raise for these settings after it has read the prompt.
 
     Args:
-        model: unwrapped. prompt_ids: int64 `[rows, tokens]`; `None`: unknown.
+        model: unwrapped.
+        prompt_ids: int64 `[rows, tokens]`; `None`: unknown.
         options: as for `model.generate`.
 
     Raises:
@@ -108,7 +109,9 @@ def processors_of(
     """The logits processors that `model.generate` makes.
 
     Args:
-        config: prepared as `generate` does. prompt_ids: int64 `[1, tokens]`. device: of the processors' tensors.
+        config: prepared as `generate` does.
+        prompt_ids: int64 `[1, tokens]`.
+        device: of the processors' tensors.
         options: as for `model.generate`; only `logits_processor` and `prefix_allowed_tokens_fn` are used.
 
     Raises:

@@ -74,7 +74,8 @@ def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any], model
     """Keep the text that the cache holds now, for the next turn.
 
     Args:
-        out: the result of `generate`, with a row for each row of the cache. prompt: the arguments of `generate`.
+        out: the result of `generate`, with a row for each row of the cache.
+        prompt: the arguments of `generate`.
     """
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
     cache.text, text = None, _text_in(prompt)

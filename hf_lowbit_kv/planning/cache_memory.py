@@ -40,7 +40,8 @@ class CacheMemory:
     """Counts the bytes of a cache. Layers of one kind are counted together.
 
     Args:
-        shape: the shape of the model. layers: cache layers by index.
+        shape: the shape of the model.
+        layers: cache layers by index.
     """
 
     #: whether the cache needs a calibration of the model

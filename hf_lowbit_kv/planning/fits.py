@@ -92,7 +92,9 @@ class FitTable(Sequence[Fit]):
     most 12 rows, or of all `presets=`.
 
     Attributes:
-        name: the model's name. context: tokens per row. rows: number of rows.
+        name: the model's name.
+        context: tokens per row.
+        rows: number of rows.
         positions: tokens that the model was made for, or `None` if its configuration does not say.
         dropped_at: tokens beyond which the model's own `generate` drops its cache, or `None`.
     """

@@ -62,7 +62,8 @@ class Chat:
     weights have changed, the whole text is read again.
 
     Args:
-        model: as for `lb.generate`. tokenizer: one with a chat template.
+        model: as for `lb.generate`.
+        tokenizer: one with a chat template.
         preset: see `preset_names`.
         system: the system message, or `None`.
         max_length: largest number of tokens of the whole conversation; memory for them is allocated at the first turn.

@@ -48,8 +48,9 @@ class PackedCache(PagedAttentionCache):
     """Answers transformers' scheduler, which asks for room, with the room in a pool of rows.
 
     Args:
-        steps: steps of the model on its pool. batch_tokens: largest number of tokens of a batch. prefixes: shares full
-            pages.
+        steps: steps of the model on its pool.
+        batch_tokens: largest number of tokens of a batch.
+        prefixes: shares full pages.
     """
 
     def __init__(self, steps: PoolSteps, batch_tokens: int, prefixes: SharedPrefixes):
@@ -247,8 +248,9 @@ class PackedManager(ContinuousBatchingManager):
     """transformers' manager with packed pages.
 
     Args:
-        model: unwrapped. enabled: the settings of `lb.enable` for it. make_cache: makes an empty cache for this many
-            tokens. All others: transformers' own.
+        model: unwrapped.
+        enabled: the settings of `lb.enable` for it.
+        make_cache: makes an empty cache for this many tokens. All others: transformers' own.
     """
 
     def __init__(

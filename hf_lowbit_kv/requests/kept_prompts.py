@@ -31,7 +31,8 @@ class KeptPrompts:
     """Finds kept prompts for rows of a pool, which read the pages where they lie.
 
     Args:
-        store: `None`: only caches of requests. adding: whether prompts of rows are added to the store.
+        store: `None`: only caches of requests.
+        adding: whether prompts of rows are added to the store.
     """
 
     def __init__(self, steps: PoolSteps, store: PromptStore | None = None, adding: bool = True):

@@ -22,7 +22,9 @@ def empty_caches(
     allocates nothing.
 
     Args:
-        model: unwrapped. preset: `None`: the default one. cache_options: for `from_preset`.
+        model: unwrapped.
+        preset: `None`: the default one.
+        cache_options: for `from_preset`.
 
     Raises:
         ValueError: a pool cannot serve the model. The message names the layer or the reason.

@@ -79,8 +79,9 @@ class RequestReader:
     """Reads requests for one model.
 
     Args:
-        model: unwrapped. tokenizer: for texts, messages and stop strings; may be `None`. options: options of the call,
-            which a request's own options override.
+        model: unwrapped.
+        tokenizer: for texts, messages and stop strings; may be `None`.
+        options: options of the call, which a request's own options override.
 
     Raises:
         ValueError: no request may have this option.

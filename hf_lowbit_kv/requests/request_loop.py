@@ -103,8 +103,8 @@ class RequestLoop:
         """Take a request.
 
         Args:
-            options: a request as `generate_many` takes them, of one sequence. done: called with its result, in the loop's
-                thread.
+            options: a request as `generate_many` takes them, of one sequence.
+            done: called with its result, in the loop's thread.
 
         Raises:
             ValueError: it cannot be served, or can never fit. LoopEndedError: the thread has ended.

@@ -14,8 +14,8 @@ class Result:
     Attributes:
         id: the request's id; by default its index as text.
         index: the request's position among all requests, from 0.
-        prompt_ids: the tokens that the model read. generated_tokens: the tokens that it wrote, including an end-of-text
-            token.
+        prompt_ids: the tokens that the model read.
+        generated_tokens: the tokens that it wrote, including an end-of-text token.
         text: the generated tokens as text, without special tokens; `None` without a tokenizer or before
             the first token.
         logprobs: for every generated token, the logarithm of the probability with which it was drawn, after all logits

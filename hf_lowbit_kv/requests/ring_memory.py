@@ -53,7 +53,9 @@ class RingMemory:
     """The rings of all slots. Layers of one shape share tensors, so that a few launches move a row.
 
     Args:
-        shapes: of the sliding layers, in order. slots: number of rows. max_length: largest number of tokens of a row.
+        shapes: of the sliding layers, in order.
+        slots: number of rows.
+        max_length: largest number of tokens of a row.
     """
 
     @torch.inference_mode(False)

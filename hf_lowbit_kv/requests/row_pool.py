@@ -166,7 +166,8 @@ class RowPool:
         """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
 
         Args:
-            find: the longest known prefix with which it may begin. make_room: releases kept pages until this many are free.
+            find: the longest known prefix with which it may begin.
+            make_room: releases kept pages until this many are free.
         """
         missing = self.missing(limit, prefix := find())
         if missing > 0:

@@ -113,7 +113,8 @@ def draw(logits: torch.Tensor, samplers: Sequence[Sampler], texts: Sequence[torc
     """The next token of each sequence.
 
     Args:
-        logits: `[n, vocabulary]`. texts: int64 `[1, tokens]`, for samplers that read tokens.
+        logits: `[n, vocabulary]`.
+        texts: int64 `[1, tokens]`, for samplers that read tokens.
     """
     scores, errors = logits.to(torch.float32, copy=True), {}
     together: dict[Hashable, list[int]] = {}

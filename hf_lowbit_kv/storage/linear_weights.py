@@ -44,7 +44,9 @@ def columns_of(
     """Columns of the weight of a quantized or adapted layer, `[out, count]`.
 
     Args:
-        width: columns of the whole weight. count: how many are wanted; `None`: all. first: where they begin.
+        width: columns of the whole weight.
+        count: how many are wanted; `None`: all.
+        first: where they begin.
         unit: the input for a column. A layer with a bias adds `1 / unit` of it to each column.
     """
     count = width if count is None else count

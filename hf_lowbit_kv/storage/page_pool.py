@@ -120,7 +120,8 @@ class PageTables(PageUser):
     one of them changes the numbers, and the others follow (`version`).
 
     Args:
-        rows: sequences of the batch. pages: pages of each.
+        rows: sequences of the batch.
+        pages: pages of each.
     """
 
     def __init__(self, rows: int, pages: int):
@@ -172,7 +173,8 @@ class PageTables(PageUser):
         is copied into it.
 
         Args:
-            paged: int64 `[B]`: tokens in pages of each new row. rows: `None` keeps the order.
+            paged: int64 `[B]`: tokens in pages of each new row.
+            rows: `None` keeps the order.
         """
         before = self.table if rows is None else self.table[rows]
         full = np.arange(self.width) < (paged // page_size)[:, None]
@@ -198,8 +200,9 @@ class PageTables(PageUser):
         """Nothing is stored. Use pages of these slabs.
 
         Args:
-            ids: int64 `[B, P]`: page numbers through these slabs. adopted: bool `[B, P]`: entries that use a page of
-                `slabs`; the others get a page of a new slab, which comes first.
+            ids: int64 `[B, P]`: page numbers through these slabs.
+            adopted: bool `[B, P]`: entries that use a page of `slabs`; the others get a page of a new slab, which comes
+                first.
         """
         count = int((~adopted).sum())
         own = max(count, 0 if adopted.any() else 1)  # without rows, too, there is a slab

@@ -66,7 +66,7 @@ Search this page for the `model_type` of your model: `model.config.model_type`, 
 |---|---|
 | packed | how many layers store packed tokens; [more](#supported) |
 | head_dim | channels of a head in these layers, of keys / values where they differ; other sizes of a family may have others |
-| preset | the one to begin with. [choose.md](choose.md) has others |
+| preset | the one to begin with. [How much it loses](choose.md#will-it-break-my-model); [other presets](choose.md) |
 
 {families}
 ## Supported

@@ -74,7 +74,9 @@ class AnswerStreamer(DirectStreamer):
     """Puts the parts of an answer into a queue: `str`, `ReasoningText`, `ToolCall`, perhaps a `Failure`, and `None`.
 
     Args:
-        tokenizer: of transformers. loop, queue: where the parts go. parser: `None`: the model's answers have no parts.
+        tokenizer: of transformers.
+        loop, queue: where the parts go.
+        parser: `None`: the model's answers have no parts.
         stops: the answer ends before the first of these texts.
     """
 

@@ -74,7 +74,9 @@ class _PoolHandler:
     """A mixin for transformers' handlers.
 
     Args:
-        models: transformers' model manager, with one model. manager: of the requests. served: the model's id for clients.
+        models: transformers' model manager, with one model.
+        manager: of the requests.
+        served: the model's id for clients.
     """
 
     _valid_params_class: Any

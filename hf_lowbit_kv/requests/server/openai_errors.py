@@ -20,7 +20,10 @@ class Refused(HTTPException):
     """An error that is sent to the client.
 
     Args:
-        status: of HTTP. message: why. param: the field of the request that is the reason. code: a name for programs.
+        status: of HTTP.
+        message: why.
+        param: the field of the request that is the reason.
+        code: a name for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):

@@ -45,7 +45,8 @@ class OneModel(ModelManager):
     """transformers' model manager, for the single model that is served.
 
     Args:
-        name: hub name or folder. served: the model's id for clients. options: of transformers' model manager.
+        name: hub name or folder.
+        served: the model's id for clients. options: of transformers' model manager.
     """
 
     def __init__(self, name: str, served: str, **options: Any):
@@ -121,7 +122,9 @@ class PatientServer(uvicorn.Server):
     It shuts down by itself when no request can be answered any more.
 
     Args:
-        requests: answers them. patience: seconds. most_open: requests at once.
+        requests: answers them.
+        patience: seconds.
+        most_open: requests at once.
     """
 
     def __init__(self, config: uvicorn.Config, requests: RequestLoop, patience: float, most_open: int):
@@ -154,7 +157,8 @@ def build_app(
     """The ASGI application.
 
     Args:
-        most_open: requests at once. api_key: what clients must send; `None`: nothing.
+        most_open: requests at once.
+        api_key: what clients must send; `None`: nothing.
         allow_origins: web pages whose scripts may ask (CORS); `"*"`: all.
     """
     manager = PoolGenerateManager(requests)
@@ -207,11 +211,13 @@ def serve(
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
-        name: hub name or folder. memory, max_rows, share_prefixes: see `generate_many`; chunk_size: its
-            `prefill_chunk_size`.
+        name: hub name or folder.
+        memory, max_rows, share_prefixes: see `generate_many`;
+        chunk_size: its `prefill_chunk_size`.
         prefixes: see `RequestLoop`.
         max_waiting: requests that may wait for a row; others get HTTP 429.
-        served_model_name: the model's id for clients; `None`: see `served_name`. api_key, allow_origins: see `build_app`.
+        served_model_name: the model's id for clients; `None`: see `served_name`.
+        api_key, allow_origins: see `build_app`.
         say: called with one line when the server is ready.
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.

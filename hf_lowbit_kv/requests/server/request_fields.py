@@ -92,7 +92,8 @@ def check_fields(body: dict[str, Any], known: Collection[str], reads: str) -> No
     """Check a request, and drop fields that change no answer.
 
     Args:
-        known: names that this request may have. reads: the field that says what the model reads.
+        known: names that this request may have.
+        reads: the field that says what the model reads.
 
     Raises:
         Refused: with the name of the field.
@@ -205,7 +206,8 @@ def read_settings(text: str, vocabulary: int) -> dict[str, Any]:
     """The settings of `generation_config`, without those that change no answer.
 
     Args:
-        text: in JSON. vocabulary: number of tokens.
+        text: in JSON.
+        vocabulary: number of tokens.
 
     Raises:
         Refused: it is no JSON, or a setting is not served or out of range.
