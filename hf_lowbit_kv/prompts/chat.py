@@ -125,8 +125,8 @@ class Chat:
         """Send a message and return the answer. Ctrl-C keeps the partial answer as the turn, and is raised.
 
         Raises:
-            ValueError: the conversation has no room left, or `messages` holds something else than messages. RuntimeError: an
-                answer is still being written. Nothing was read.
+            ValueError: the conversation has no room left, or `messages` holds something else than messages.
+            RuntimeError: an answer is still being written. In both cases nothing has changed.
         """
         with self._turn:
             ids = self._ids(text)
@@ -200,12 +200,19 @@ class Chat:
     def _write(
         self, ids: torch.Tensor, seen: _Seen, pieces: BaseStreamer | None = None, stop: threading.Event | None = None
     ) -> None:
+        """Generate the answer to the conversation `ids` `[1, n]`.
+
+        Args:
+            seen: collects the ids of the answer, and the reason of its end.
+            pieces: a streamer that also gets the tokens.
+            stop: ends the answer at its next token when it is set.
+        """
         self._align(ids)
         seen.next = pieces
         room, begun = self.max_length - ids.shape[1], time.monotonic()
-        most = min(_most_tokens(self.options, room), room)
-        options = {**self.options, "max_new_tokens": most}
-        if self._asked("stop_strings"):
+        limit = min(_most_tokens(self.options, room), room)
+        options = {**self.options, "max_new_tokens": limit}
+        if self._setting("stop_strings"):
             options["tokenizer"] = self.tokenizer
         criteria = list(options.pop("stopping_criteria", None) or ())
         if stop is not None:
@@ -224,21 +231,26 @@ class Chat:
             seen.finish_reason = "cancelled"
             raise
         stopped = stop is not None and stop.is_set()
-        seen.finish_reason = self._why_ended(seen.ids, most, time.monotonic() - begun, stopped)
+        seen.finish_reason = self._why_ended(seen.ids, limit, time.monotonic() - begun, stopped)
 
-    def _why_ended(self, written: list[int], most: int, seconds: float, stopped: bool) -> FinishReason:
-        """The reason, if no error was raised. most: largest number of tokens of this answer. stopped: whether the loop
-        over the pieces was left."""
-        ends, strings = self._asked("eos_token_id"), self._asked("stop_strings") or ()
+    def _why_ended(self, written: list[int], limit: int, seconds: float, stopped: bool) -> FinishReason:
+        """Why the answer ended without an error.
+
+        Args:
+            written: ids of the answer.
+            limit: largest number of tokens of this answer.
+            stopped: whether the caller left the loop over the pieces.
+        """
+        ends, strings = self._setting("eos_token_id"), self._setting("stop_strings") or ()
         if written[-1] in (ends if isinstance(ends, (list, tuple)) else [ends]):
             return "stop"
         if strings and _holds_any(self.tokenizer.decode(written), strings):
             return "stop"
-        if len(written) >= most or seconds >= (self._asked("max_time") or float("inf")):
+        if len(written) >= limit or seconds >= (self._setting("max_time") or float("inf")):
             return "length"
         return "cancelled" if stopped else "stop"
 
-    def _asked(self, name: str) -> Any:
+    def _setting(self, name: str) -> Any:
         """A generation setting of this chat or of the model."""
         return setting(unwrap(self.model), self.options, name)
 
@@ -301,7 +313,7 @@ class Chat:
             )
 
     def _return_to_end(self, ids: torch.Tensor) -> bool:
-        """Put the end of an earlier turn into the empty cache, if this text goes on there."""
+        """Restore the longest earlier turn that this text continues into the empty cache. Returns whether there is one."""
         tokens = self._ends.restore(self.cache, [ids[0].cpu()]).tokens
         if tokens:
             self.cache.text = ids[:, : int(self.cache.packed_layers[0].get_seq_length())]

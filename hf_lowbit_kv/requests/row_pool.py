@@ -166,8 +166,8 @@ class RowPool:
         """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
 
         Args:
-            find: the longest known prefix with which it may begin.
-            make_room: releases kept pages until this many are free.
+            find: returns the longest known prefix with which the row may begin.
+            make_room: releases kept pages until this many pages are free.
         """
         missing = self.missing(limit, prefix := find())
         if missing > 0:
@@ -214,7 +214,7 @@ class RowPool:
         row.pages[paging] += pages
 
     def flush(self) -> None:
-        """Write all new pages into the tables, in one go. Needed before a step or a chunk runs."""
+        """Write all new pages into the tables at once. Call this before a step or a chunk runs."""
         for paging, entries in self._due.items():
             if entries:
                 self.memory.write_table(paging, entries)
@@ -268,8 +268,8 @@ class RowPool:
     # ---- prefixes -------------------------------------------------------------------------------------------------
 
     def prefix_lengths(self, tokens: int) -> list[int]:
-        """Lengths of the prefixes that a text of `tokens` tokens may share. At least one token and the residual tokens remain
-        to be read, so that the window is computed again."""
+        """Lengths of the prefixes that a text of `tokens` tokens may share, ascending. At least one token and the residual
+        tokens remain to be prefilled, which fills the window."""
         return self.full_lengths(tokens - 1)
 
     def full_lengths(self, tokens: int) -> list[int]:
@@ -282,7 +282,7 @@ class RowPool:
         return [spec.sink + page * spec.page_size for page in range(1, count + 1)]
 
     def release(self, pages: dict[Hashable, list[int]]) -> int:
-        """Remove a reference to each of these pages, by paging. Returns how many pages of the pool that frees."""
+        """Release a reference to each of these pages, by paging. Returns the number of pages of the pool that became free."""
         freed = sum(self.page_pools[paging].release(numbers) for paging, numbers in pages.items())
         self.detach()
         return freed
@@ -290,10 +290,10 @@ class RowPool:
     # ---- kept prompts -----------------------------------------------------------------------------------------------
 
     def kept(self, parts: Sequence[LayerContents], rings: Sequence[Pair] = ()) -> Prefix:
-        """The prefix with which a row of a kept prompt begins. Its pages are not copied; it must be adopted at once.
+        """A kept prompt as a prefix for a row. Its pages are attached, not copied, and it must be adopted at once.
 
         Args:
-            parts: for each layer, in order, contents with one row. Layers of one paging have the same tables.
+            parts: for each layer, in order, the prompt's contents (one row). Layers with the same paging have the same tables.
             rings: see `Prefix`.
         """
         parts = [
@@ -325,7 +325,7 @@ class RowPool:
         return in_layout_of(tokens, part.spec, layer.spec, part.widths, part.dtype).slabs[0]
 
     def _attach(self, indices: list[int], parts: Sequence[LayerContents], number: int) -> int:
-        """Let rows read a slab. Returns the number of its first page."""
+        """Attach a slab, unless it is attached. Returns the number of its first page."""
         paging, tokens = self.layers[indices[0]].paging, parts[indices[0]].tokens
         slab = Slab(len(tokens.slabs[number])) if tokens.shared is None else tokens.shared[number]
         pages = self.page_pools[paging]
@@ -338,7 +338,7 @@ class RowPool:
         return pages.first_page(index)
 
     def idle_bytes(self, more_than: float) -> int:
-        """Bytes of the attached slabs that no row reads; 0 if all slabs together have no more bytes than that."""
+        """Bytes of attached slabs that no row reads; 0 if all attached slabs together have at most `more_than` bytes."""
         sizes = {
             paging: sum(self.layers[i].page_bytes for i in self.memory.layers_of(paging)) for paging in self._specs
         }
@@ -354,7 +354,7 @@ class RowPool:
         return sum(len(slab) * sizes[paging] for slab, paging in attached if slab not in read)
 
     def detach(self) -> None:
-        """Forget the slabs to whose pages nothing here has a reference."""
+        """Drop the attached slabs whose pages have no reference in this pool."""
         for paging, pages in self.page_pools.items():
             for index in pages.detach():
                 self.memory.detach(paging, index)
