@@ -69,7 +69,7 @@ RECOMMENDED: tuple[PresetName, ...] = (
     "snapmla",
 )
 #: largest number of rows of a table that does not list all presets
-MOST_SHOWN = 12
+MAX_SHOWN = 12
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: key transform of the VecInfer presets: the most accurate one measured (docs/dev/vecinfer.md); the paper uses
@@ -264,8 +264,8 @@ def recommended_first(names: Iterable[str]) -> list[str]:
 
 
 def short_list(names: Iterable[str]) -> list[str]:
-    """The names in a table that does not list all presets: recommended and registered ones, at most `MOST_SHOWN`."""
-    return [name for name in recommended_first(names) if name in RECOMMENDED or name not in LISTED][:MOST_SHOWN]
+    """The names in a table that does not list all presets: recommended and registered ones, at most `MAX_SHOWN`."""
+    return [name for name in recommended_first(names) if name in RECOMMENDED or name not in LISTED][:MAX_SHOWN]
 
 
 def preset_with(key_format: Format, spec: LayerSpec) -> str | None:
@@ -288,15 +288,15 @@ def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str
     transforms. Comparing names is not enough, because a cache of an older release may store something else under the
     same name.
     """
-    wanted = get_preset(preset).spec()
+    target = get_preset(preset).spec()
     plain = [spec.with_layouts("planar-1", "planar-1") for spec in specs]
     if name == preset:
-        if any(spec.formats == wanted.formats for spec in plain):
+        if any(spec.formats == target.formats for spec in plain):
             return None
-    elif any(dataclasses.replace(spec, page_size=wanted.page_size) == wanted for spec in plain):
+    elif any(dataclasses.replace(spec, page_size=target.page_size) == target for spec in plain):
         return None
     stored = f"keys {str(plain[0].key_format)!r}, values {str(plain[0].value_format)!r}, sink {plain[0].sink}"
-    requested = f"keys {str(wanted.key_format)!r}, values {str(wanted.value_format)!r}, sink {wanted.sink}"
+    requested = f"keys {str(target.key_format)!r}, values {str(target.value_format)!r}, sink {target.sink}"
     return f"preset={name!r} ({stored}), not of preset={preset!r} ({requested})"
 
 

@@ -170,12 +170,14 @@ def layer_devices(model: Any) -> Callable[[int], torch.device]:
     for module in model.modules():
         if isinstance(index := getattr(module, "layer_idx", None), int):
             hooks = (getattr(inner, "_hf_hook", None) for inner in module.modules())
-            known = [place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None]
-            known += [
+            candidates = [place for hook in hooks if (place := getattr(hook, "execution_device", None)) is not None]
+            candidates += [
                 parameter.device for parameter in module.parameters()
             ]  # offloaded ones are on "meta" between passes
-            if known:
-                places[index] = torch.device(*("cuda", known[0]) if isinstance(known[0], int) else (known[0],))
+            if candidates:
+                places[index] = torch.device(
+                    *("cuda", candidates[0]) if isinstance(candidates[0], int) else (candidates[0],)
+                )
     return lambda index: places.get(index, model.device)
 
 

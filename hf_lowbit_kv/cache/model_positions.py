@@ -99,12 +99,12 @@ class ModelPositions:
 
 def joined_positions(rows: Sequence[Values | None]) -> Values | None:
     """The positions of a cache with these rows."""
-    known = [row for row in rows if row is not None]
-    if not known:
+    with_positions = [row for row in rows if row is not None]
+    if not with_positions:
         return None
     return {
-        place: torch.cat([row[place] for row in known]) if isinstance(value, torch.Tensor) else value
-        for place, value in known[0].items()
+        place: torch.cat([row[place] for row in with_positions]) if isinstance(value, torch.Tensor) else value
+        for place, value in with_positions[0].items()
     }
 
 

@@ -23,8 +23,8 @@ from .model_description import ACCEPTING, MadeFor, describe_model, difference, m
 
 T = TypeVar("T")
 #: calibrations loaded for caches; descriptions of models in files
-_loaded: ReadOnce[Calibration] = ReadOnce(most=8)
-_descriptions: ReadOnce[dict[str, Any]] = ReadOnce(most=1000)
+_loaded: ReadOnce[Calibration] = ReadOnce(size=8)
+_descriptions: ReadOnce[dict[str, Any]] = ReadOnce(size=1000)
 
 
 @dataclass(frozen=True)

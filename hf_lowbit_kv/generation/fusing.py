@@ -166,7 +166,7 @@ def compile_ahead(model: Any, rows: int) -> None:
         rows: rows of a step.
     """
     done = _compiled.setdefault(model, set())
-    if rows > MOST_FUSED_ROWS or (rows == 1) in done or why_nothing_fused(model) or why_no_kernels(model.device.type):
+    if rows > MAX_FUSED_ROWS or (rows == 1) in done or why_nothing_fused(model) or why_no_kernels(model.device.type):
         return
     done.add(rows == 1)
 
@@ -200,7 +200,7 @@ def compiling(model: Any) -> bool:
 
 
 #: largest number of rows for which products are fused
-MOST_FUSED_ROWS = 16
+MAX_FUSED_ROWS = 16
 #: models whose kernels are compiling or compiled, and for which steps: with one row, with several
 _ahead: weakref.WeakKeyDictionary[Any, list[threading.Thread]] = weakref.WeakKeyDictionary()
 _compiled: weakref.WeakKeyDictionary[Any, set[bool]] = weakref.WeakKeyDictionary()

@@ -81,13 +81,13 @@ def rotary_kind(function: Any) -> bool | None:
     q, k, angle = _random(2, 3, 2, 16), _random(2, 2, 2, 16), _random(2, 2, 8)
     narrow = angle.cos(), angle.sin()
     cos, sin = wide = tuple(torch.cat([x, x], dim=-1) for x in narrow)
-    wanted = [x * cos[:, None] + _half_turned(x) * sin[:, None] for x in (q, k)]
+    expected = [x * cos[:, None] + _half_turned(x) * sin[:, None] for x in (q, k)]
     for shared, rotations in ((False, wide), (True, narrow)):
         try:
             outs = function(q, k, *rotations)
         except Exception:  # it takes cosines of the other width
             continue
-        if len(outs) == 2 and all(map(_close, outs, wanted)):
+        if len(outs) == 2 and all(map(_close, outs, expected)):
             return shared
     return None
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..byte_sizes import parse_size, parse_tokens
 from ..cache.length_rope import drop_limit
 from ..cache.spoiled_keys import has_key_biases
-from ..presets import DEFAULT_PRESET, MOST_SHOWN, get_preset, preset_names, short_list
+from ..presets import DEFAULT_PRESET, MAX_SHOWN, get_preset, preset_names, short_list
 from ..storage.layer_spec import check_count
 from .cache_memory import CacheMemory, FullMemory, PresetMemory, chunk_bytes
 from .model_shapes import Shape, shape_of, weight_bytes
@@ -126,7 +126,7 @@ class FitTable(Sequence[Fit]):
         full, *others = self._fits
         highlighted = {fit.preset for fit in (self.nearest, self.recommended) if fit is not None}
         chosen = short_list(fit.preset for fit in others if fit.preset not in highlighted)[
-            : MOST_SHOWN - 1 - len(highlighted)
+            : MAX_SHOWN - 1 - len(highlighted)
         ]
         return [full, *(fit for fit in others if fit.preset in highlighted.union(chosen))]
 

@@ -237,19 +237,19 @@ class PrefixStore:
     def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, key: Key) -> None:
         alike: KeptPrompt | None = None
         continued = list[KeptPrompt]()
-        most, paged = 0, list[int]()
+        common_pages, paged = 0, list[int]()
         for prompt in [x for x in self._prompts if x.seed == key.digest]:
             match = prompt.matches(ids)
             if match == len(ids) and (match == len(prompt.ids) or not prompt.native_layers):
                 self._touch(prompt)
                 return  # it is stored already, or part of a stored text
             paged = paged or [int(x.store.state.paged[row, 0]) for x in cache.packed_layers if x.store is not None]
-            if (pages := pages_in_common(prompt, match, paged)) > most:
-                most, alike = pages, prompt
+            if (pages := pages_in_common(prompt, match, paged)) > common_pages:
+                common_pages, alike = pages, prompt
             if match == len(prompt.ids) and not prompt.native_layers:
                 self._prompts.remove(prompt)  # the new text continues it
                 continued.append(prompt)
-        shared = [] if alike is None else _first_pages(alike.page_ranges, equal_pages(alike, cache, row, most))
+        shared = [] if alike is None else _first_pages(alike.page_ranges, equal_pages(alike, cache, row, common_pages))
         contents = cache_contents.take(cache, row=row, first_page=sum(pages for _, pages in shared))
         self._prompts.append(KeptPrompt.of(key.digest, ids, contents, key.header, shared))
         for prompt in continued:
@@ -278,8 +278,8 @@ class PrefixStore:
         whether there is one."""
         if self._folder is None:
             return False
-        most = max([known, *(prompt.matches(ids) for prompt in self._alike(seed, device))])
-        loaded = self._folder.load(seed, ids, device, more_than=most)
+        on_device = max([known, *(prompt.matches(ids) for prompt in self._alike(seed, device))])
+        loaded = self._folder.load(seed, ids, device, more_than=on_device)
         self._prompts += [] if loaded is None else [loaded]
         return loaded is not None
 

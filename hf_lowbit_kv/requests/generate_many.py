@@ -118,16 +118,18 @@ def generate_many(
             "streamer is not allowed for all requests: give each its own, {'prompt': ..., 'streamer': ...}"
         )
     reader = RequestReader(inner, tokenizer, options)
-    known: list[Request] | None = None
+    listed: list[Request] | None = None
     refused: list[Result] = []
     if isinstance(requests, Sequence):
-        known, refused = _read_list(reader, requests)
+        listed, refused = _read_list(reader, requests)
     make_template = empty_caches(inner, preset, options_of_cache(cache_options, calibration, allow_other_weights))
     run = _Run(
         inner,
         make_template,
-        _read(reader, requests) if known is None else [*refused, *(known if as_completed else _longest_first(known))],
-        known,
+        _read(reader, requests)
+        if listed is None
+        else [*refused, *(listed if as_completed else _longest_first(listed))],
+        listed,
         refused,
         tokenizer,
         size,
@@ -168,16 +170,16 @@ def _as_completed(run: _Run) -> Iterator[Result]:
 def _read_list(reader: RequestReader, requests: Sequence[Any]) -> tuple[list[Request], list[Result]]:
     """The requests of a list that can be served, and results with errors for the others. Raises the first error if none can
     be served: a list of one, or a forgotten tokenizer."""
-    known, refused, first = list[Request](), list[Result](), None
+    listed, refused, first = list[Request](), list[Result](), None
     for index, request in enumerate(requests):
         try:
-            known.append(reader.read(request, index))
+            listed.append(reader.read(request, index))
         except (TypeError, ValueError) as error:
             first = first or error
             refused.append(_refused(request, index, error))
-    if first is not None and not known:
+    if first is not None and not listed:
         raise first
-    return known, refused
+    return listed, refused
 
 
 def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | Result | None]:
@@ -207,7 +209,7 @@ class _Run:
         model: Any,
         make_template: Callable[[int], LowBitCache],
         source: Iterable[Request | Result | None],
-        known: list[Request] | None,
+        listed: list[Request] | None,
         refused: list[Result],
         tokenizer: Any,
         memory: int | None,
@@ -217,18 +219,18 @@ class _Run:
         store: PromptStore | None,
     ):
         self._store, self._refused = store, refused
-        self.model, self._make_template, self._source, self._known = model, make_template, source, known
+        self.model, self._make_template, self._source, self._listed = model, make_template, source, listed
         self._tokenizer, self._memory, self._max_rows = tokenizer, memory, max_rows
         self._chunk_size, self._share = chunk_size, share_prefixes
         self._scheduler: Scheduler | None = None
-        self._over = known == []
+        self._over = listed == []
         self._counted = 0
 
     @property
     def _total(self) -> int:
         """Number of sequences known so far."""
-        if self._known is not None:
-            return len(self._refused) + sum(request.sequences for request in self._known)
+        if self._listed is not None:
+            return len(self._refused) + sum(request.sequences for request in self._listed)
         return self._counted + (0 if self._scheduler is None else len(self._scheduler.sequences))
 
     def results(self, all_of_them: bool = False, report: Report | None = None) -> list[Result]:
@@ -272,10 +274,10 @@ class _Run:
         begun."""
         scheduler = self._scheduler
         results: list[Result] = []
-        rest: list[Request | Result | None] = [*self._refused, *(self._known or [])]
+        rest: list[Request | Result | None] = [*self._refused, *(self._listed or [])]
         if scheduler is not None:
             results = [*scheduler.take_finished(), *scheduler.abandon()]
-            rest = [] if self._known is None else scheduler.rest()
+            rest = [] if self._listed is None else scheduler.rest()
         results += [each for each in rest if isinstance(each, Result)]
         return results + [
             Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled", sequence=number)
@@ -286,12 +288,12 @@ class _Run:
 
     def _begin(self) -> Scheduler:
         """Find out how much memory there is, and allocate the pool."""
-        model, known = self.model, self._known
+        model, listed = self.model, self._listed
         limits, chunk = None, self._chunk_size or CHUNK_SIZE
-        if known is not None:
-            limits = [each.limit for each in known for _ in range(each.sequences)]
-            most = longest_row(model)
-            lengths = [len(each.prompt_ids) for each in known if most is None or each.limit <= most]
+        if listed is not None:
+            limits = [each.limit for each in listed for _ in range(each.sequences)]
+            limit = longest_row(model)
+            lengths = [len(each.prompt_ids) for each in listed if limit is None or each.limit <= limit]
             longest = max(lengths, default=1)
             chunk = min(self._chunk_size or longest, longest)
         steps, prefixes = new_pool(

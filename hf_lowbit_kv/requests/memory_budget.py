@@ -16,7 +16,7 @@ from .slot_memory import TABLE_STEP, StoredLayer
 #: default for the share of the free memory that a pool takes
 USABLE = 0.9
 #: default for the largest number of rows
-MOST_ROWS = 128
+MAX_ROWS = 128
 #: if requests are not known beforehand: a row gets pages for at least this many tokens
 EXPECTED_TOKENS = 4096
 
@@ -115,7 +115,7 @@ def pool_size(
             f"memory={memory} bytes are too few: the 16-bit windows of a row take {fixed}, and a page {int(page * each)}"
         )
     max_length = max(min(max_length, _room(layers, single_row)), 1)
-    slots = MOST_ROWS if max_rows is None else max_rows
+    slots = MAX_ROWS if max_rows is None else max_rows
     if limits is None:
         slots = max(min(slots, int(memory // (fixed + EXPECTED_TOKENS * each))), 1)
         tokens = max(tokens_beside(slots), page)

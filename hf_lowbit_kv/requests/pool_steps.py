@@ -21,7 +21,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.native_layers import SLIDING
 from ..generation import recording
-from ..generation.fusing import MOST_FUSED_ROWS, compile_ahead, compiling
+from ..generation.fusing import MAX_FUSED_ROWS, compile_ahead, compiling
 from ..generation.kept_caches import kept_caches
 from .memory_budget import USABLE, activation_bytes, free_memory, pool_size
 from .pool_models import longest_row
@@ -45,9 +45,9 @@ def exclusive_use(model: Any) -> Iterator[None]:
 
 def padded_rows(slots: int) -> list[int]:
     """The padded numbers of rows of a step: 1, 16, 64, 256, ..., and all slots. Sizes in between would save less time than
-    their recordings take, because an empty row costs little. Up to `MOST_FUSED_ROWS` (16) products are fused."""
+    their recordings take, because an empty row costs little. Up to `MAX_FUSED_ROWS` (16) products are fused."""
     sizes = [1] if slots > 1 else []
-    while (size := MOST_FUSED_ROWS * 4 ** max(len(sizes) - 1, 0)) < slots:
+    while (size := MAX_FUSED_ROWS * 4 ** max(len(sizes) - 1, 0)) < slots:
         sizes.append(size)
     return [*sizes, slots]
 

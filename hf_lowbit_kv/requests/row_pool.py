@@ -107,11 +107,11 @@ class RowPool:
         shared = {} if prefix is None else prefix.pages
         if fork_of is not None:
             shared = self._full_pages(fork_of)
-        most = 0
+        pages_missing = 0
         for paging, spec in self._specs.items():
             unshared = max(spec.pages_for(limit) - len(shared.get(paging, ())), 0)
-            most = max(most, unshared + self._promised(paging) - self.page_pools[paging].free)
-        return most
+            pages_missing = max(pages_missing, unshared + self._promised(paging) - self.page_pools[paging].free)
+        return pages_missing
 
     def _promised(self, paging: Hashable) -> int:
         """Number of free pages that rows in the pool will still get."""

@@ -234,8 +234,8 @@ class PageTables(PageUser):
         otherwise a free one. A new slab supplies missing pages."""
         usable = np.concatenate([np.zeros(0, dtype=bool), *map(self._usable, slabs)])
         usable[table[full]] = False
-        wanted = ~full
-        ids = table[wanted]
+        needs_own = ~full
+        ids = table[needs_own]
         index = np.flatnonzero((ids >= 0) & usable[ids] if len(usable) else np.zeros(len(ids), dtype=bool))
         kept, first = np.unique(ids[index], return_index=True)
         without = np.ones(len(ids), dtype=bool)
@@ -248,7 +248,7 @@ class PageTables(PageUser):
             slabs = [*slabs, new]
         ids[without] = free[:missing]
         out = table.copy()
-        out[wanted] = ids
+        out[needs_own] = ids
         return slabs, out
 
     def _usable(self, slab: Slab) -> np.ndarray:

@@ -58,11 +58,11 @@ class ReadOnce(Generic[T]):
     """Results of reading files. A file is read again only after its stamp has changed.
 
     Args:
-        most: how many files to remember; the least recently used one is forgotten first.
+        size: how many files to remember; the least recently used one is forgotten first.
     """
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, size: int):
+        self.size = size
         self._lock = threading.RLock()
         self._entries: OrderedDict[Path, tuple[FileStamp, T]] = OrderedDict()
 
@@ -76,7 +76,7 @@ class ReadOnce(Generic[T]):
                 if not settled:
                     return entry[1]
             self._entries[path] = entry
-            if len(self._entries) > self.most:
+            if len(self._entries) > self.size:
                 self._entries.popitem(last=False)
             return entry[1]
 

@@ -10,7 +10,7 @@ from hf_lowbit_kv.storage import content_digests, process_stamps
 
 def test_a_stamp_is_trusted_once_the_clock_has_moved_on(tmp_path):
     path, reads = tmp_path / "x", []
-    known = process_stamps.ReadOnce(most=2)
+    known = process_stamps.ReadOnce(size=2)
 
     def read():
         reads.append(path.read_text())

@@ -79,7 +79,7 @@ class Here:
         self.loop = RequestLoop(
             model, tokenizer, "dense", memory=250_000_000, max_rows=ROWS, chunk_size=256, share_prefixes=False
         )
-        self.app = build_app(self.models, self.loop, most_open=MOST_OPEN, **options)
+        self.app = build_app(self.models, self.loop, max_open=MOST_OPEN, **options)
         self.scheduler = self.loop._scheduler
         sockets = bind("127.0.0.1", 0)
         for each in sockets:  # a client that does not read stops the server early

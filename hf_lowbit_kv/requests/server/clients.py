@@ -26,20 +26,20 @@ IDLE_CONNECTIONS = 256
 
 class Clients:
     """ASGI middleware. A client that disconnects before its answer is complete frees its row. A body that is too long for
-    any row gets HTTP 413, and a request beyond `most_open` gets 429, before its prompt is tokenized.
+    any row gets HTTP 413, and a request beyond `max_open` gets 429, before its prompt is tokenized.
 
     Args:
         app: the server.
         manager: notified when clients connect and disconnect.
-        most_bytes: largest size of a body.
-        most_open: largest number of open requests.
+        max_body_bytes: largest size of a body.
+        max_open: largest number of open requests.
         api_key: the key that clients must send as `Authorization: Bearer KEY`; `None`: no key.
     """
 
     def __init__(
-        self, app: Any, manager: PoolGenerateManager, most_bytes: int, most_open: int, api_key: str | None = None
+        self, app: Any, manager: PoolGenerateManager, max_body_bytes: int, max_open: int, api_key: str | None = None
     ):
-        self.app, self.manager, self.most_bytes, self.most_open = app, manager, most_bytes, most_open
+        self.app, self.manager, self.max_body_bytes, self.max_open = app, manager, max_body_bytes, max_open
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -63,8 +63,8 @@ class Clients:
             await error_response(401, message, code="invalid_api_key", headers=CLOSE)(scope, receive, reply)
         elif scope["method"] != "POST":
             await self.app(scope, receive, reply)
-        elif len(self.manager) >= self.most_open:
-            message = f"{self.most_open} requests are open, which is the most; try again later"
+        elif len(self.manager) >= self.max_open:
+            message = f"{self.max_open} requests are open, which is the most; try again later"
             wait = CLOSE | {"retry-after": "1"}
             await error_response(429, message, code="rate_limit_exceeded", headers=wait)(scope, receive, reply)
         else:
@@ -90,7 +90,7 @@ class Clients:
             )
             return
         if messages is None:
-            message = f"the body has more than {self.most_bytes} bytes, which is more than a row may hold"
+            message = f"the body has more than {self.max_body_bytes} bytes, which is more than a row may hold"
             await error_response(413, message, headers=CLOSE)(scope, receive, send)
             return
         if messages[-1]["type"] == "http.disconnect":
@@ -118,14 +118,14 @@ class Clients:
         """The messages of a body; `None` if it is longer than allowed. The rest of a longer body is read and dropped, up to
         `DROPPED` bytes, because a client whose body is not read would not receive the error."""
         messages, size = [await receive()], 0
-        while messages[-1]["type"] == "http.request" and size <= self.most_bytes + DROPPED:
+        while messages[-1]["type"] == "http.request" and size <= self.max_body_bytes + DROPPED:
             size += len(messages[-1].get("body", b""))
-            if size > self.most_bytes:
+            if size > self.max_body_bytes:
                 del messages[:-1]
             if not messages[-1].get("more_body"):
                 break
             messages.append(await receive())
-        return None if size > self.most_bytes else messages
+        return None if size > self.max_body_bytes else messages
 
     async def _gone(self, receive: Any) -> None:
         """Wait until the client disconnects."""
@@ -141,11 +141,11 @@ class SlowClients:
     idle connections, the oldest are closed.
 
     Args:
-        most_open: largest number of open requests.
+        max_open: largest number of open requests.
     """
 
-    def __init__(self, most_open: int):
-        self._most = most_open + IDLE_CONNECTIONS
+    def __init__(self, max_open: int):
+        self._max_connections = max_open + IDLE_CONNECTIONS
         self._seen: weakref.WeakKeyDictionary[Any, tuple[Any, float]] = weakref.WeakKeyDictionary()
 
     def close(self, server: uvicorn.Server, now: float) -> None:
@@ -163,6 +163,6 @@ class SlowClients:
                 each.transport.abort()
             if not asking:
                 idle.append((since, each))
-        surplus = len(connections) - self._most
+        surplus = len(connections) - self._max_connections
         for _, each in sorted(idle, key=lambda pair: pair[0])[: max(surplus, 0)]:
             each.transport.abort()

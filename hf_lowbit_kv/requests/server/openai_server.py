@@ -124,12 +124,12 @@ class PatientServer(uvicorn.Server):
     Args:
         requests: answers them.
         patience: seconds.
-        most_open: requests at once.
+        max_open: requests at once.
     """
 
-    def __init__(self, config: uvicorn.Config, requests: RequestLoop, patience: float, most_open: int):
+    def __init__(self, config: uvicorn.Config, requests: RequestLoop, patience: float, max_open: int):
         super().__init__(config)
-        self._requests, self._patience, self._slow = requests, patience, SlowClients(most_open)
+        self._requests, self._patience, self._slow = requests, patience, SlowClients(max_open)
         config.timeout_graceful_shutdown = int(patience + CANCELLING)
 
     async def on_tick(self, counter: int) -> bool:
@@ -150,14 +150,14 @@ def build_app(
     models: OneModel,
     requests: RequestLoop,
     *,
-    most_open: int,
+    max_open: int,
     api_key: str | None = None,
     allow_origins: Sequence[str] = (),
 ) -> Any:
     """The ASGI application.
 
     Args:
-        most_open: requests at once.
+        max_open: requests at once.
         api_key: what clients must send; `None`: nothing.
         allow_origins: web pages whose scripts may ask (CORS); `"*"`: all.
     """
@@ -174,8 +174,8 @@ def build_app(
     app = build_server(models, **{name: x for name, x in handlers.items() if name in known}, generation_state=state)  # type: ignore[arg-type]
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in DROPPED]
     answer_errors(app)
-    most_bytes = BODY_BYTES + TOKEN_BYTES * requests.pool.longest
-    clients = Clients(app, manager, most_bytes, most_open, api_key)
+    max_body_bytes = BODY_BYTES + TOKEN_BYTES * requests.pool.longest
+    clients = Clients(app, manager, max_body_bytes, max_open, api_key)
     if not allow_origins:
         return clients
     return CORSMiddleware(clients, allow_origins=allow_origins, allow_methods=("GET", "POST"), allow_headers=("*",))
@@ -240,8 +240,8 @@ def serve(
             cache_options=cache_options,
         )
         stack.callback(requests.stop)
-        most_open = requests.pool.slots + max_waiting
-        app = build_app(models, requests, most_open=most_open, api_key=api_key, allow_origins=allow_origins)
+        max_open = requests.pool.slots + max_waiting
+        app = build_app(models, requests, max_open=max_open, api_key=api_key, allow_origins=allow_origins)
         config = uvicorn.Config(app, host=host, port=port, log_level="warning")
         listen(sockets, host, port)  # clients that come now wait a moment
         pool = requests.pool
@@ -256,6 +256,6 @@ def serve(
         # uvicorn shuts down at SIGTERM, and then raises the signal again for the earlier handler
         if threading.current_thread() is threading.main_thread():
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: None))
-        PatientServer(config, requests, patience, most_open).run(sockets)
+        PatientServer(config, requests, patience, max_open).run(sockets)
         if requests.error is not None:
             raise RuntimeError(f"no request can be answered any more: {described(requests.error)}") from requests.error
