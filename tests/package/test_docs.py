@@ -37,7 +37,7 @@ def bits(preset: str) -> float:
 
 def test_what_presets_reach_on_the_real_model_is_in_the_records():
     rows = re.findall(
-        r"^\| `([\w-]+)`[^|]*\|[^|]*\|[^|]*\| \.(\d{4}) \| \.(\d{4}) \|$", page("docs/dev/own-formats.md"), re.M
+        r"^\| `([\w-]+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| \.(\d{4}) \| \.(\d{4}) \|$", page("docs/dev/own-formats.md"), re.M
     )
     assert {"int8", "int6", "int5", "fp8", "eigen-4", "eigen-3", "eigen-2"} == {name for name, *_ in rows}
     for name, *figures in rows:
