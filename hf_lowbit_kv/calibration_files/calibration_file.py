@@ -66,6 +66,9 @@ class Calibration:
         if isinstance(self.source, dict):
             self.source = [{**self.source, "tensors": sorted(self.tensors)}] if self.source else []
 
+    def __repr__(self) -> str:
+        return f"Calibration({', '.join(self.contents()) or 'nothing'}; for {self.model.get('name')!r}, path={self.path!r})"
+
     def get(self, layer: int, side: str, names: Iterable[str]) -> torch.Tensor:
         """One tensor. Raises `ValueError` if the calibration does not have it."""
         *stages, parameter = names
@@ -228,7 +231,8 @@ class OpenFile(NamedTuple):
         return list(self.handle.keys())
 
     def read(self, name: str) -> torch.Tensor:
-        return self.handle.get_tensor(name)
+        """A tensor in memory of its own: the file may be overwritten or truncated while a calibration is in use."""
+        return self.handle.get_tensor(name).clone()
 
 
 @contextmanager
