@@ -76,6 +76,17 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
     processors_of(model, config, None if prompt_ids is None else prompt_ids[:1], options, "cpu")
 
 
+def check_text(name: str, text: str) -> None:
+    """Raise `ValueError` for a text that no tokenizer reads. name: of the argument, for the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half of a surrogate pair, {text[error.start]!a}, as character {error.start}, which no tokenizer "
+            "reads; leave it out, or read the text again from where it comes from"
+        ) from None
+
+
 def check_settings(options: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a setting of the call, or of its `generation_config`, is not a number or is out of range, or
     if `num_return_sequences`, `do_sample`, `stop_strings` or `eos_token_id` is invalid."""
@@ -96,6 +107,8 @@ def check_settings(options: Mapping[str, Any]) -> None:
     listed = isinstance(texts, (list, tuple)) and texts and all(isinstance(each, str) and each for each in texts)
     if stops is not None and not listed:
         raise ValueError(f"stop_strings={stops!r} is not allowed; it must be a non-empty text, or a list of such texts")
+    for text in texts or ():
+        check_text("stop_strings", text)
     ends = setting("eos_token_id")
     numbers = ends.reshape(-1).tolist() if isinstance(ends, torch.Tensor) else ends
     for end in numbers if isinstance(numbers, (list, tuple)) else [] if numbers is None else [numbers]:

@@ -21,7 +21,7 @@ from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..generation.call_options import check_names, check_options, options_of_cache, setting
 from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
-from ..generation.sampling_settings import check_sampling
+from ..generation.sampling_settings import check_sampling, check_text
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import check_count
@@ -180,6 +180,7 @@ class Chat:
         """The text of the whole conversation, `[1, n]`."""
         if not isinstance(text, str):
             raise TypeError(f"text={text!r} is not allowed; it must be a text")
+        check_text("text", text)
         _check_options(unwrap(self.model), self.options)  # they may have been changed
         _check_messages(self.messages)
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -195,7 +196,8 @@ class Chat:
                 f"max_length={self.max_length} leaves no room for an answer: with this message the conversation has "
                 f"{ids.shape[1]} tokens. Take messages out of chat.messages, or make a chat with a larger max_length"
             )
-        return ids.to(unwrap(self.model).device)
+        device = unwrap(self.model).device
+        return ids if device.type == "meta" else ids.to(device)  # hooks move tokens to weights that are offloaded
 
     def _write(
         self, ids: torch.Tensor, seen: _Seen, pieces: BaseStreamer | None = None, stop: threading.Event | None = None
@@ -445,6 +447,8 @@ def _check_messages(messages: Any) -> None:
             raise ValueError(
                 f"chat.messages[{index}]={message!r} is not allowed; it must be a message: {{'role': ..., 'content': ...}}"
             )
+        if isinstance(content := message.get("content"), str):
+            check_text(f"chat.messages[{index}]", content)
 
 
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:

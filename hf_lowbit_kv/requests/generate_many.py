@@ -248,6 +248,7 @@ class _Run:
                 if self._scheduler is None:
                     self._scheduler = self._begin()
                 else:
+                    self._scheduler.steps.check_model()
                     self._scheduler.refresh_model()
                 more = True
                 while more and (all_of_them or not results):

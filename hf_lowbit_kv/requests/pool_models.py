@@ -54,6 +54,15 @@ def empty_caches(
     return make
 
 
+def check_in_memory(model: Any) -> None:
+    """Raise `ValueError` if the model's first weights are not in memory, so that it has no device for tokens."""
+    if model.device.type == "meta":
+        raise ValueError(
+            f"the first weights of {type(model).__name__} are not in memory (offloaded), so a pool of rows has no device to "
+            "be on. Keep the embedding in memory (device_map=), or use lb.generate"
+        )
+
+
 def placeholders(config: Any) -> dict[int, str]:
     """The tokens of a prompt that an image, a video or a sound would replace, and which of these."""
     names = {f"{kind}_token_{suffix}": kind for kind in ("image", "video", "audio") for suffix in ("id", "index")}

@@ -13,8 +13,8 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..generation.call_options import check_names, check_options, new_tokens_of, return_sequences
-from ..generation.sampling_settings import check_settings, processors_of
-from .pool_models import placeholders
+from ..generation.sampling_settings import check_settings, check_text, processors_of
+from .pool_models import check_in_memory, placeholders
 
 #: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
@@ -84,12 +84,13 @@ class RequestReader:
         options: options of the call, which a request's own options override.
 
     Raises:
-        ValueError: no request may have this option.
+        ValueError: no request may have this option, or the model's first weights are not in memory.
     """
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]):
         self.model, self.tokenizer, self.options, self._rope = model, tokenizer, dict(options), length_rope(model)
         self._placeholders = placeholders(model.config)
+        check_in_memory(model)
         if "max_new_tokens" not in options and "max_length" not in options:
             options = {"max_new_tokens": 1, **options}
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -169,6 +170,7 @@ class RequestReader:
         if kind == "prompt":
             if not isinstance(prompt, str):
                 raise TypeError(f"prompt must be a text, not {type(prompt).__name__}")
+            check_text("prompt", prompt)
             return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
         if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence) or not prompt:
             raise ValueError(f"messages={prompt!r} is not allowed; it must be a list of messages, at least one")
@@ -181,6 +183,7 @@ class RequestReader:
                     f"messages must be dicts with a 'role' and a text as 'content' (images are not served); {message!r} is "
                     "not allowed"
                 )
+            check_text("messages", content or "")
         more = {"add_generation_prompt": True, **(options.get("chat_template_kwargs") or {})}
         encoded = self.tokenizer.apply_chat_template(list(prompt), tokenize=True, return_dict=True, **more)
         return _flat("input_ids", encoded["input_ids"])

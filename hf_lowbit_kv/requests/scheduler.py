@@ -25,6 +25,7 @@ import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 
 from .kept_prompts import KeptPrompts
+from .pool_models import longest_row
 from .pool_steps import PoolSteps
 from .request import Request
 from .result import FinishReason, Result, described
@@ -203,9 +204,12 @@ class Scheduler:
 
     def _refuse(self, request: Request, number: int) -> None:
         """Finish a sequence whose request no row could hold, with an error as its result."""
+        longest = longest_row(self.steps.model)
+        of_model = longest is not None and request.limit > longest
         error = ValueError(
             f"{len(request.prompt_ids)} prompt tokens plus max_new_tokens={request.new_tokens} exceed the "
-            f"{self.pool.max_length} tokens of a row: lower max_new_tokens or raise memory="
+            + (f"{longest} tokens that the model reads" if of_model else f"{self.pool.max_length} tokens of a row")
+            + f": lower max_new_tokens or {'shorten the prompt' if of_model else 'raise memory='}"
         )
         result = self._result(request, number)
         result.finish_reason, result.error = "error", described(error)

@@ -1,8 +1,10 @@
 """Chats: each turn sends what is new, and says what a chat says that reads everything."""
 
+import copy
 import threading
 
 import pytest
+from accelerate import cpu_offload
 from cases import SMALL_PAGES, Counted, tiny_models
 from chat_cases import PLAIN, tokenizer_of, words
 from tiny_tokenizers import letters
@@ -412,3 +414,23 @@ def test_an_empty_message_is_one(model):
 def test_the_generation_configuration_may_limit_answers(model):
     chat = lb.Chat(model, tokenizer_of(), max_length=600, generation_config=GenerationConfig(max_new_tokens=3))
     assert len(chat.send(words(5, 1)).split()) <= 3
+
+
+def test_half_of_a_surrogate_pair_is_named(model):
+    chat = _chat(model)
+    with pytest.raises(ValueError, match=r"text has half of a surrogate pair, '\\ud83d', as character 1"):
+        chat.send("a\ud83d")
+    chat.messages = [{"role": "system", "content": "\ud83d"}]
+    with pytest.raises(ValueError, match=r"chat\.messages\[0\] has half"):
+        chat.send("w1")
+
+
+def test_a_model_whose_weights_are_all_offloaded(model):
+    """Tokens stay on the CPU; hooks bring weights there."""
+    offloaded = copy.deepcopy(model)
+    cpu_offload(offloaded, execution_device="cpu")
+    assert offloaded.device.type == "meta"
+    texts = [words(20, 1), words(9, 2)]
+    chats = [_chat(each) for each in (model, offloaded)]
+    answers = [[chat.send(text) for text in texts] for chat in chats]
+    assert answers[0] == answers[1]

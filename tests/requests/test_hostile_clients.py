@@ -128,7 +128,7 @@ def test_a_tool_call_that_is_none_is_text(here, stream, text, streamed):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_tool_calls(here, streamed):
+def test_tool_calls(here, streamed, caplog):
     """Two are two; with tool_choice="none" they are text, and the prompt has no tools."""
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     _, answer = here.ask(chat(**writes(call), max_tokens=2, tools=TOOLS, stream=streamed))
@@ -141,6 +141,7 @@ def test_tool_calls(here, streamed):
     assert text_of(answer) == call * 2
     usage = (answer[-1] if streamed else answer)["usage"]
     assert usage["prompt_tokens"] == 4
+    assert "tool_choice" not in caplog.text, "it is honoured, so nothing is logged"
 
 
 def test_tools_for_a_template_without_tools(here, monkeypatch):

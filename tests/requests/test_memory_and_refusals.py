@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from cases import SMALL_PAGES, tiny_models
+from chat_cases import tokenizer_of
 from pool_cases import FIXED, Collected, many, one_row, tokens_of, transformers_own
 
 import hf_lowbit_kv as lb
@@ -70,6 +71,20 @@ def test_closing_frees_all_rows(models, texts, pools):
     assert theirs.config._attn_implementation == before  # between results the model is the caller's
     assert pools[0].rows
     running.close()
+    assert not pools[0].memory.groups
+    assert list(running) == []
+
+
+def test_weights_that_change_between_two_results_are_an_error(texts, pools):
+    theirs = tiny_models("llama")[0]
+    options = {"max_new_tokens": 20, "do_sample": False, "as_completed": True, "max_rows": 1}
+    running = lb.generate_many(theirs, texts, **options, **FIXED)
+    next(running)
+    next(running)
+    with torch.no_grad():
+        theirs.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+    with pytest.raises(ValueError, match=r"changed between two results: v_proj\.weight of layer 1 has other numbers"):
+        next(running)
     assert not pools[0].memory.groups
     assert list(running) == []
 
@@ -144,7 +159,8 @@ def test_a_request_that_can_never_fit_gets_no_memory(model, texts, pools, tokens
     found = many(model, [good[0], bad, *good[1:]], memory=memory)
     assert tokens_of(found[:1] + found[2:]) == tokens_of(without)
     assert [result.error is None for result in found] == [True, False, True, True]
-    assert "tokens of a row: lower max_new_tokens or raise memory=" in found[1].error
+    advice = "that the model reads: lower max_new_tokens or shorten the prompt" if tokens > 1000 else "or raise memory="
+    assert advice in found[1].error
     assert pools[1].bytes < 1.1 * pools[0].bytes
 
 
@@ -301,6 +317,27 @@ def test_requests_that_are_none(model, pools, requests, message):
 
 
 @pytest.mark.parametrize(
+    ("request_", "options", "message"),
+    [
+        ("w1 \ud83d", {}, "request 0: prompt has half of a surrogate pair, '\\\\ud83d', as character 3"),
+        ([{"role": "user", "content": "\ud83d"}], {}, "request 0: messages has half"),
+        ("w1", {"stop_strings": ["w2", "\ud83d"]}, "stop_strings has half"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(model, pools, request_, options, message):
+    with pytest.raises(ValueError, match=message):
+        many(model, [request_], tokenizer=tokenizer_of(), **options)
+    assert not pools
+
+
+def test_a_model_without_weights_in_memory_is_refused(pools):
+    offloaded = tiny_models("llama")[0].to("meta")
+    with pytest.raises(ValueError, match=r"first weights of LlamaForCausalLM are not in memory .*use lb\.generate"):
+        many(offloaded, [[5, 6]])
+    assert not pools
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"memory": "much"}, "much"),
@@ -351,7 +388,7 @@ def test_more_tokens_than_the_model_has_positions_are_refused(model):
     for given in (requests, iter(requests)):
         for result in lb.generate_many(model, given, max_rows=1, **FIXED):
             assert (result.finish_reason, result.generated_tokens) == ("error", [])
-            assert f"exceed the {most + 2} tokens of a row" in result.error
+            assert f"exceed the {most + 2} tokens that the model reads: lower" in result.error
 
 
 # ---- nothing is left ------------------------------------------------------------------------------------------------

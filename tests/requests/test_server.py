@@ -207,7 +207,7 @@ def test_stop_ends_the_row(served, expected):
         ({"top_p": 1.5}, "top_p=1.5 is not allowed; it must be a number from 0 to 1"),
         ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias: 'a' is not allowed"),
         ({"logit_bias": {"5": 1000}}, "logit_bias of 5=1000 is not allowed"),
-        ({"logit_bias": {"400": 1}}, "token 400 is not one of the model's 160"),
+        ({"logit_bias": {"400": 1}}, "logit_bias: '400' is not allowed; it must be the number of a token, below 160"),
         (
             {"extra_body": {"generation_config": '{"watermarking_config": 5, "max_new_tokens": 4}'}},
             "watermarking_config=5 is not served",

@@ -121,8 +121,10 @@ class _PoolHandler:
 
     def _validate_request(self, body: dict) -> None:
         known = set(getattr(self._valid_params_class, "__mutable_keys__", set())) | OWN
-        check_fields(body, known, self._reads)
-        super()._validate_request({name: x for name, x in body.items() if name not in OWN})  # type: ignore[misc]
+        check_fields(body, known, self._reads, self._vocabulary)
+        # transformers logs that it ignores tool_choice; `_tools` honours it
+        unknown_there = OWN | {"tool_choice"}
+        super()._validate_request({name: x for name, x in body.items() if name not in unknown_there})  # type: ignore[misc]
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
         # transformers would seed the whole process

@@ -88,12 +88,13 @@ OTHER_SETTINGS = ("temperature", "stop_strings", "eos_token_id", "suppress_token
 UNUSED_SETTINGS = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
 
 
-def check_fields(body: dict[str, Any], known: Collection[str], reads: str) -> None:
+def check_fields(body: dict[str, Any], known: Collection[str], reads: str, vocabulary: int) -> None:
     """Check a request, and drop fields that change no answer.
 
     Args:
         known: names that this request may have.
         reads: the field that says what the model reads.
+        vocabulary: number of the model's tokens.
 
     Raises:
         Refused: with the name of the field.
@@ -115,7 +116,7 @@ def check_fields(body: dict[str, Any], known: Collection[str], reads: str) -> No
         raise not_allowed(reads, body.get(reads), "a text or messages, at least one")
     check_messages(body.get("messages", []))
     check_tools(body.get("tools", []), body.get("tool_choice"))
-    _check_bias(body.get("logit_bias", {}))
+    _check_bias(body.get("logit_bias", {}), vocabulary)
     _check_temperature("temperature", body.get("temperature"))
     for name, allowed in NUMBERS.items():
         if name in body and body[name] not in allowed:
@@ -185,14 +186,16 @@ def _check_temperature(name: str, value: Any) -> None:
         raise not_allowed(name, value, f"0, or {_TEMPERATURE}")
 
 
-def _check_bias(bias: Any) -> None:
+def _check_bias(bias: Any, vocabulary: int) -> None:
     """Raise unless `bias` is an object of tokens and numbers."""
     if not isinstance(bias, dict) or len(bias) > BIASED:
         raise not_allowed("logit_bias", bias, f"an object of at most {BIASED} tokens")
     for token, value in bias.items():
-        if not re.fullmatch(r"[0-9]{1,18}", token):
+        if not re.fullmatch(r"[0-9]{1,18}", token) or int(token) >= vocabulary:
             raise Refused(
-                400, f"logit_bias: {shown(token)} is not allowed; it must be the number of a token", "logit_bias"
+                400,
+                f"logit_bias: {shown(token)} is not allowed; it must be the number of a token, below {vocabulary}",
+                "logit_bias",
             )
         if value not in Allowed(-100, 100):
             raise Refused(
