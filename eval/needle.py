@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay
+from hf_lowbit_kv.eval.texts import read_text
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -141,7 +142,7 @@ def _texts(path: Path, tokenizer: Any, model: Any, length: int, depths: Sequence
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if limit is not None and length > limit:
         raise ValueError(f"length={length} is more than the model's context of {limit} tokens")
-    whole = clean(path.read_text(encoding="utf-8"))
+    whole = clean(read_text(path).content)
     needles = [Needle.numbered(number) for number in range(len(depths) * trials)]
     extra = max(len(_ids(tokenizer, f" {needle.fact}{needle.question} {needle.code}")) for needle in needles)
     ids = _ids(tokenizer, whole)

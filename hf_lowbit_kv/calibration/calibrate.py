@@ -70,7 +70,7 @@ def calibrate(
 
     Raises:
         ValueError: a preset has no parameters, the texts are too short (the message says how many tokens are needed),
-            or keys or values are not finite.
+            keys or values are not finite, or the model's first weights are not in memory.
         TypeError: the texts are not strings, or the tokenizer is not callable.
         ImportError: faiss is missing, on a CPU.
 
@@ -79,6 +79,11 @@ def calibrate(
         >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
     """
     check_texts(texts, tokenizer)
+    if model.device.type == "meta":
+        raise ValueError(
+            f"the first weights of {type(model).__name__} are not in memory (offloaded), so it has no device for windows: keep "
+            "the embedding in memory (device_map=)"
+        )
     if text_names is not None and len(text_names) != len(texts):
         raise ValueError(
             f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"

@@ -16,6 +16,7 @@ from ..calibration_files.calibration_lookup import user_file
 from ..calibration_files.model_description import describe_model
 from ..eval.cache_sizes import Size
 from ..eval.preset_search import Budget
+from ..eval.texts import read_text
 from ..presets import get_preset, preset_names
 
 
@@ -72,7 +73,7 @@ def make(
     """
     if measured.resolve() in [path.resolve() for path in texts]:
         raise ValueError(f"{str(measured)!r} is the text for accuracy: calibrate on other texts")
-    contents = [path.read_text(encoding="utf-8") for path in texts]
+    contents = [read_text(path).content for path in texts]
     path = user_file(describe_model(model, packed_sizes(model)))
     add_to_file(
         calibrate(model, tokenizer, contents, list(names), text_names=[text.name for text in texts], progress=progress),

@@ -79,8 +79,8 @@ def recommend(
     """
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
-    if bits is not None and bits <= 0:
-        raise ValueError(f"--bits {bits:g} is not allowed; it must be above 0")
+    if bits is not None and not 0 < bits < float("inf"):
+        raise ValueError(f"--bits {bits:g} is not allowed; it must be a number above 0")
     from ..eval.preset_search import Budget
     from ..eval.preset_search import recommend as measure
 

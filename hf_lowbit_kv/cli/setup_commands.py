@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ..eval.local_models import calibration_texts, model_name
+from ..eval.texts import read_text
 from ..planning.weight_kinds import WEIGHT_KINDS
 from ..presets import preset_names
 from .shared_options import (
@@ -95,7 +96,7 @@ def calibrate(
     """
     names = resolve_presets(preset or ["eigen-2"])
     paths = text or calibration_texts()
-    texts = [_read(path) for path in paths]
+    texts = [read_text(path).content for path in paths]
     from ..cache.packed_layers import packed_sizes
     from ..calibration.calibrate import calibrate as run
     from ..calibration.calibration_target import add_to_file, try_file, try_user_files
@@ -157,7 +158,7 @@ def share(
     rows = []
     if measured is not None:
         try:
-            rows = json.loads(_read(measured))
+            rows = json.loads(read_text(measured).content)
         except json.JSONDecodeError as error:
             raise ValueError(f"--measured {str(measured)!r} is not JSON: {error}") from error
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -204,10 +205,3 @@ def fits(
         print_json([fit.as_dict() | {"recommended": fit is table.recommended} for fit in table])
         return
     (table.whole if every else table).print_to(Console())
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text {str(path)!r} is not UTF-8: {error}") from error

@@ -335,3 +335,9 @@ def test_centroids_are_means_of_the_points_nearest_to_them():
     nearest = torch.cdist(x.double(), centroids.double()).argmin(1)
     means = torch.stack([x[nearest == i].mean(0) for i in range(5)])
     torch.testing.assert_close(centroids, means)
+
+
+def test_a_model_without_weights_in_memory_is_refused():
+    model = tiny_models("llama")[0].to("meta")
+    with pytest.raises(ValueError, match="first weights of LlamaForCausalLM are not in memory"):
+        lb.calibrate(model, Tokenizer(), TEXTS, "eigen-2", progress=False)

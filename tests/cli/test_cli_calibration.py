@@ -21,6 +21,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
+from hf_lowbit_kv.cli import missing_calibrations
 from hf_lowbit_kv.cli import setup_commands as command
 from hf_lowbit_kv.cli.shared_options import parse_overrides
 
@@ -300,3 +301,10 @@ def test_every_command_that_measures_presets_takes_a_calibration():
 def test_two_calibrations_are_refused():
     with pytest.raises(ValueError, match=r"--calibration 'a' and --set 'calibration=b' are both given"):
         parse_overrides(["residual=64", "calibration=b"], "a")
+
+
+def test_a_text_that_is_not_utf8_is_named(model, tmp_path):
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
+        missing_calibrations.make(model, None, ["eigen-2"], texts=[latin], measured=tmp_path / "other.txt")

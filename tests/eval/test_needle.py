@@ -136,6 +136,12 @@ def test_bad_input(folder, text, preset, options, message):
         run([preset], *load_model(str(folder), device="cpu"), text=text, **options)
 
 
+def test_a_text_that_is_not_utf8_is_named(folder, tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
+        run(["kivi-2"], *load_model(str(folder), device="cpu"), text=tmp_path / "latin.txt")
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("map.txt", "the name must end in"), ("none/map.png", "there is no folder")]
 )
