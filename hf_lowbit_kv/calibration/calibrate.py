@@ -79,17 +79,17 @@ def calibrate(
         >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
     """
     check_texts(texts, tokenizer)
-    if model.device.type == "meta":
-        raise ValueError(
-            f"the first weights of {type(model).__name__} are not in memory (offloaded), so it has no device for windows: keep "
-            "the embedding in memory (device_map=)"
-        )
     if text_names is not None and len(text_names) != len(texts):
         raise ValueError(
             f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"
         )
     specs = _specs(preset)
     plan = plan_for(model, preset, per_head)
+    if model.device.type == "meta":
+        raise ValueError(
+            f"the first weights of {type(model).__name__} are not in memory (offloaded), so it has no device for windows: keep "
+            "the embedding in memory (device_map=)"
+        )
     limits = samples, length
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type

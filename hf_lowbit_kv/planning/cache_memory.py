@@ -186,8 +186,11 @@ def _plain(shape: Shape) -> LowBitCache:
     """A cache in the model's dtype, for the sizes of packed layers. Raises `ValueError` if the model is not supported."""
     try:
         return from_preset("dense", shape.model)
-    except ValueError:
-        return from_preset("mla", shape.model)
+    except ValueError as reason:
+        try:
+            return from_preset("mla", shape.model)
+        except ValueError:
+            raise reason from None  # for a model without latents, that of "mla" says nothing
 
 
 def _meta(*sizes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -258,7 +258,8 @@ def fits(
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
-        ValueError: a number, name or size is not allowed, or no preset supports the model. TypeError: `presets` is a text.
+        ValueError: a number, name or size is not allowed, or no preset supports the model.
+        TypeError: `presets` is a text, or `model` is something else.
 
     Column `chunk`: activations of 2048 tokens, or the buffer into which attention unpacks, whichever is larger.
     Sliding-window and recurrent layers are counted as transformers allocates them.

@@ -60,6 +60,7 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         model: a hub name or a folder (the bundled names need no hub), a configuration, or a model.
 
     Raises:
+        TypeError: `model` is none of these.
         ValueError: the quantization is unknown, the configuration is not that of a causal language model, or the name
             differs only in case or organization from a known model.
         OSError: the hub or folder has no such model.
@@ -68,13 +69,24 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
     if isinstance(model, PreTrainedModel):
         dtype = model.dtype
         model = model.config
+    elif not isinstance(model, (str, Path, PreTrainedConfig)):
+        raise TypeError(
+            f"model must be a hub name, a folder, a configuration or a model of transformers, not {type(model)}"
+        )
     if isinstance(model, PreTrainedConfig):
         name, config, weights = getattr(model, "_name_or_path", "") or model.model_type, model, None
     elif (entry := known_models().get(str(model))) is not None:
         name, config, weights = str(model), AutoConfig.for_model(**entry["config"]), entry["weights"]
     else:
         name, config, weights = str(model), _read_config(str(model)), None
+    if config.is_encoder_decoder:
+        raise ValueError(f"model={name!r} is an encoder-decoder model; only decoders are supported")
     config = config.get_text_config(decoder=True)
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise ValueError(
+            f"model={name!r} is no causal language model of transformers (model_type={config.model_type!r})"
+        )
     weights = weights or _published_as(name, config, dtype)
     dtype = getattr(torch, weights) if WEIGHT_KINDS[weights].everything else dtype or torch.bfloat16
     with torch.device("meta"), warnings.catch_warnings():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import FAMILIES, random_parameters, tiny_config, tiny_models
 from rich.console import Console
-from transformers import DynamicCache
+from transformers import BartConfig, CLIPTextConfig, DynamicCache, T5Config
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
@@ -300,3 +300,26 @@ def test_one_name_is_no_list_of_presets():
         TypeError, match=r"presets='kivi-4' is not allowed; it must be a list of names, e.g. \['kivi-4'\]"
     ):
         fits(tiny_config("llama"), 1000, presets="kivi-4")
+
+
+@pytest.mark.parametrize("model", [None, 5, torch.nn.Linear(2, 2)], ids=str)
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(
+        TypeError, match=r"model must be a hub name, a folder, a configuration or a model of transformers, not"
+    ):
+        fits(model, 1000)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(), "model='t5' is an encoder-decoder model"),
+        (BartConfig(), "model='bart' is an encoder-decoder model"),
+        (CLIPTextConfig(), r"model='clip_text_model' is no causal language model of transformers"),
+        (tiny_config("llama", head_dim=16), r"head_dim=16 is not supported .*; allowed: \(64"),
+    ],
+    ids=lambda case: getattr(case, "model_type", ""),
+)
+def test_models_that_no_preset_serves_are_refused_with_their_own_reason(config, message):
+    with pytest.raises(ValueError, match=message):
+        fits(config, 1000)
