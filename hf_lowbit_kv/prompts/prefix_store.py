@@ -100,7 +100,7 @@ class PrefixStore:
             return sum(page_ranges.values()) + sum(prompt.window_bytes for prompt in self._prompts)
 
     def clear(self) -> None:
-        """Drop all texts, the files too."""
+        """Drop all texts, the files too. Raises `OSError` if files cannot be removed."""
         with self._lock:
             self._prompts.clear()
             if self._folder is not None:

@@ -111,12 +111,15 @@ class PromptFolder:
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
-    def _remove(self, folder: Path) -> None:
-        """Remove a text, or what is left of one."""
+    def _remove(self, folder: Path) -> bool:
+        """Remove a text, or what is left of one. Returns whether it has lost its name; another store may have done so."""
         gone = self._unnamed()
-        with contextlib.suppress(OSError):  # another store has removed it
+        try:
             folder.rename(gone)
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
         shutil.rmtree(gone, ignore_errors=True)
+        return True
 
     def _unnamed(self) -> Path:
         return self.path / f".{secrets.token_hex(8)}.tmp"
@@ -141,8 +144,12 @@ class PromptFolder:
             total -= size
 
     def clear(self) -> None:
-        for path in self._descriptions():
-            self._remove(path.parent)
+        """Remove all texts. Raises `OSError` if some cannot be removed."""
+        gone = [self._remove(path.parent) for path in self._descriptions()]
+        if not all(gone):
+            raise OSError(
+                f"{gone.count(False)} of {len(gone)} texts in folder={str(self.path)!r} cannot be removed: is it read-only?"
+            )
 
 
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:

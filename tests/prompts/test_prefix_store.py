@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import errno
 import gc
 import random
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -344,6 +346,22 @@ def test_folder(model, tmp_path):
     assert torch.equal(tokens, want[0])
     assert cached == 99
     other.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_clear_cannot_remove_are_an_error(model, tmp_path, monkeypatch):
+    def read_only(self, target):
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    store = lb.PrefixStore("1GB", folder=tmp_path)
+    _generate(model, _text(100, 1), store)
+    store.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", read_only)
+        with pytest.raises(OSError, match=r"1 of 1 texts in folder=.* cannot be removed: is it read-only\?"):
+            store.clear()
+    assert len(store) == 0
+    store.clear()
     assert list(tmp_path.iterdir()) == []
 
 
