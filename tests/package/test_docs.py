@@ -297,3 +297,9 @@ def longest_larger(preset: str) -> int:
         if cache.nbytes >= length * config.num_key_value_heads * 2 * 128 * 2:
             longest = length
     return longest
+
+
+def test_notebooks_that_take_another_model_ask_no_configuration_for_head_dim():
+    """Many have none, e.g. that of Qwen2.5."""
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert "config.head_dim" not in path.read_text(encoding="utf-8"), path.name
