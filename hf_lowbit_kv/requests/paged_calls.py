@@ -103,6 +103,13 @@ def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args:
             "attention_mask has padding, which continuous batching would read as text: give prompts of their own lengths, "
             "model.generate_batch([[1, 2, 3], [4, 5]])"
         )
+    inputs = inputs.tolist() if isinstance(inputs, torch.Tensor) else inputs
+    if (
+        wrong := next((each for each in inputs if not isinstance(each, (list, tuple, torch.Tensor))), None)
+    ) is not None:
+        raise TypeError(
+            f"inputs={wrong!r} is not allowed; each must be the ids of a prompt, model.generate_batch([[1, 2, 3], [4, 5]])"
+        )
     kwargs.pop("cache_implementation", None)  # `generate` was called with "paged"
     for name in [name for name in kwargs if name not in (*call_options, "max_new_tokens")]:
         if not hasattr(wanted, name) or getattr(wanted, name) != kwargs[name]:

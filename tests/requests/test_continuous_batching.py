@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 
 import pytest
@@ -148,6 +149,16 @@ def test_a_request_that_never_fits_gets_its_own_error(models, ours):
 
 
 @needs_release
+@pytest.mark.parametrize("wrong", [[5, 10**6], [-1], [5.5, 6.0]], ids=str)
+def test_a_prompt_that_is_no_tokens_gets_its_own_error(models, ours, wrong):
+    """The other requests of its batch are served."""
+    outputs = written(ours, [prompt(40), wrong, prompt(33)])
+    assert [len(each.generated_tokens) for each in outputs] == [NEW, 0, NEW]
+    assert re.search(r"the prompt has .*, which is not the id of one of the model's 160 tokens", outputs[1].error)
+    check(models[1], [outputs[0], outputs[2]])
+
+
+@needs_release
 def test_streaming_and_cancelling(models, ours):
     manager = ours.init_continuous_batching(config(), ContinuousBatchingConfig())
     manager.start()
@@ -212,6 +223,14 @@ def test_options_that_would_be_ignored(ours, options, message):
 def test_settings_that_packed_pages_do_not_have(ours, batching, message):
     with pytest.raises(ValueError, match=message):
         written(ours, [prompt(10)], **batching)
+
+
+@needs_release
+def test_inputs_of_other_types(models, ours):
+    for wrong in ("text", 5):
+        with pytest.raises(TypeError, match=rf"inputs={wrong!r} is not allowed; each must be the ids of a prompt"):
+            written(ours, [prompt(40), wrong])
+    check(models[1], written(ours, torch.tensor([prompt(40), prompt(40, 1)])))
 
 
 @needs_release
