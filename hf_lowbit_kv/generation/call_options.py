@@ -69,6 +69,7 @@ class Call:
         check_choice("fuse", fuse)
         check_options(model, options)
         rows, tokens = prompt_shape(prompt)
+        check_vocabulary(model, prompt.get("input_ids"))
         check_mask({**prompt, **options}.get("attention_mask"), rows, tokens)
         new_tokens = new_tokens_of(model, max_new_tokens, options, tokens)  # takes `max_length` into account
         rows *= return_sequences(model, options)
@@ -212,9 +213,23 @@ def prompt_shape(inputs: Mapping[str, Any]) -> tuple[int, int]:
             "inputs must be token ids [batch, tokens], at least one, or hold such 'input_ids' (tokenizers return them with "
             f"return_tensors='pt'), not {_described(prompt)}"
         )
-    if ids is not None and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise ValueError(f"input_ids have dtype {ids.dtype}; token ids must be integers, e.g. torch.long")
+    if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input_ids have dtype {ids.dtype}; token ids must be integers, torch.long or torch.int32")
     return prompt.shape[0], prompt.shape[1]
+
+
+def check_vocabulary(model: Any, ids: torch.Tensor | None) -> None:
+    """Raise if a token has no embedding: on a GPU, reading it would end the process's use of the device. Waits for the device.
+    Models that also read images may give such a token another embedding, and are not checked."""
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if ids is None or vocabulary is None or model.config.get_text_config(decoder=True) is not model.config:
+        return
+    low, high = torch.stack(ids.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"input_ids have token {wrong}, which is not one of the model's {vocabulary}: is it of another tokenizer?"
+        )
 
 
 def _described(prompt: Any) -> str:

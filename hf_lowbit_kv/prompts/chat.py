@@ -190,7 +190,12 @@ class Chat:
             "return_dict": True,
             **self.chat_template_kwargs,
         }
-        ids = self.tokenizer.apply_chat_template(messages, tokenize=True, **options)["input_ids"]
+        try:
+            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, **options)["input_ids"]
+        except Exception as error:  # a template raises errors of its own kind
+            raise ValueError(
+                f"the chat template does not take chat.messages: {type(error).__name__}: {error}. They are {messages!r:.300}"
+            ) from error
         if ids.shape[1] >= self.max_length:
             raise ValueError(
                 f"max_length={self.max_length} leaves no room for an answer: with this message the conversation has "

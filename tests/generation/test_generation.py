@@ -145,6 +145,12 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"inputs": {"attention_mask": None}}, "inputs must be token ids"),
         ({"inputs": torch.arange(3)}, "inputs must be token ids"),
         ({"inputs": torch.ones(1, 5)}, "input_ids have dtype torch.float32; token ids must be integers"),
+        (
+            {"inputs": torch.ones(1, 5, dtype=torch.uint8)},
+            "input_ids have dtype torch.uint8; token ids must be integers",
+        ),
+        ({"inputs": torch.tensor([[5, -1]])}, "input_ids have token -1, which is not one of the model's 160"),
+        ({"inputs": torch.tensor([[5, 160]])}, "input_ids have token 160, which is not one of the model's 160"),
         ({"inputs": torch.ones(1, 5, dtype=torch.bool)}, "input_ids have dtype torch.bool"),
         ({"attention_mask": torch.ones(1, 49)}, r"attention_mask has shape \(1, 49\); .* here \(1, 50\)"),
         (

@@ -416,6 +416,15 @@ def test_the_generation_configuration_may_limit_answers(model):
     assert len(chat.send(words(5, 1)).split()) <= 3
 
 
+def test_messages_that_the_template_does_not_take(model):
+    chat = _chat(model, "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}")
+    chat.messages = [{"role": "user", "content": [{"type": "text", "text": "w1"}]}]
+    with pytest.raises(ValueError, match=r"does not take chat\.messages: TypeError: .*They are \[\{'role'"):
+        chat.send("w2")
+    chat.messages = []
+    assert chat.send("w2")
+
+
 def test_half_of_a_surrogate_pair_is_named(model):
     chat = _chat(model)
     with pytest.raises(ValueError, match=r"text has half of a surrogate pair, '\\ud83d', as character 1"):
