@@ -244,7 +244,8 @@ class LowBitLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         texts = []
-        for _, context, continuation in requests:
+        for strings, context, continuation in requests:
+            _check_item(strings, context, continuation, self.max_length)
             tokens = (context + continuation)[-(self.max_length + 1) :]  # cut at the front, as HFLM does
             texts.append(Text(tokens, max(len(tokens) - len(continuation), 1)))
         reader = Reader(self.model, self.new_cache, self.kv_chunk, override_bs or self.batch_size)
@@ -284,6 +285,18 @@ class LowBitLM(HFLM):
         self.shares[self._task or ""].add(packed / max(len(specs), 1), attended)
 
 
+def _check_item(strings: Any, context: Sequence[int], continuation: Sequence[int], longest: int) -> None:
+    """Raise `ValueError` for an item without a score. strings: context and answer, for the message."""
+    if not context or not continuation:
+        part = "answer" if context else "context"
+        raise ValueError(f"an item has no token in its {part}, so it has no score: {strings!r:.300}")
+    if len(continuation) > longest:
+        raise ValueError(
+            f"an item's answer has {len(continuation)} tokens, and the model reads {longest}: {strings!r:.300}. Raise "
+            "max_length if the model allows it, or take the item out"
+        )
+
+
 def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:
     """Raise for a wrong preset or override before a model is loaded."""
     if "max_cache_len" in overrides:
@@ -308,7 +321,7 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
     reads them.
 
     Raises:
-        ValueError: an option that lm-eval does not know, or that is not offered here.
+        ValueError: an option that lm-eval does not know, or that is not offered here; a limit that is not above 0.
     """
     arguments = ["run", "--tasks", ",".join(tasks), *options]
     parser = HarnessCLI()._parser
@@ -323,7 +336,12 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
         raise ValueError(
             f"--{refused[0]} is not offered here; use lm-eval's own command (`python -m {LowBitLM.__module__}`)"
         )
-    return EvaluatorConfig.from_cli(namespace)
+    config = EvaluatorConfig.from_cli(namespace)
+    if config.limit is not None and not 0 < config.limit < float("inf"):
+        raise ValueError(
+            f"--limit {config.limit:g} is not allowed; it must be a number of items, a share of them below 1, or left out"
+        )
+    return config
 
 
 def evaluate(

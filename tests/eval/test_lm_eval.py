@@ -175,6 +175,21 @@ def test_bad_arguments(model_folder, options, error, message):
         lm_of(model_folder, **options)
 
 
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (("5 6", ""), r"an item has no token in its answer, so it has no score: \('5 6', ''\)"),
+        (("5 6", " 7" * 70), "an item's answer has 70 tokens, and the model reads 64"),
+    ],
+    ids=["no answer", "long answer"],
+)
+def test_items_without_a_score_are_named(model_folder, item, message):
+    """lm-eval has assertions without a message."""
+    lm = lm_of(model_folder, max_length=64, allow_unpacked=True)
+    with pytest.raises(ValueError, match=message):
+        lm.loglikelihood([Instance("loglikelihood", {}, item, 0, metadata=("numbers", 0, 1))], disable_tqdm=True)
+
+
 def test_an_unreachable_model_is_explained(monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to 'https://hub'.\nCheck your connection")

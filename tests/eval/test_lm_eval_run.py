@@ -211,6 +211,12 @@ def test_lm_evals_options_are_read_by_its_own_parser():
     assert config.gen_kwargs == {"temperature": 0}
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "nan"])
+def test_a_limit_that_leaves_no_item_is_refused(limit):
+    with pytest.raises(ValueError, match=f"--limit {limit} is not allowed; it must be a number of items"):
+        parse_options(["numbers"], [f"--limit={limit}"])
+
+
 @pytest.mark.slow
 def test_accelerate_shares_the_work(model_folder, task, tmp_path):
     """Two processes on a CPU give one table, that of one process."""
