@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..cache.cache_argument import as_argument
-from ..cache.filled_by import look_at
+from ..cache.filled_by import snapshot_of
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
@@ -97,7 +97,7 @@ class PoolSteps:
     def check_model(self) -> None:
         """Raise `ValueError` if weights of attention, or adapters, are others than those that have read the rows. Waits for
         the device."""
-        filled_by, now = self.template.packed_layers[0].filled_by, look_at(self.model, self.template.packed_sizes)
+        filled_by, now = self.template.packed_layers[0].filled_by, snapshot_of(self.model, self.template.packed_sizes)
         if filled_by is not None and (reason := filled_by.difference(now)) is not None:
             raise ValueError(
                 f"the model has changed between two results: {reason}. All rows are freed; change weights and adapters before "

@@ -340,9 +340,9 @@ def test_centroids_are_means_of_the_points_nearest_to_them():
 def test_a_model_without_weights_in_memory_is_refused():
     model = tiny_models("llama")[0].to("meta")
     with pytest.raises(ValueError, match="first weights of LlamaForCausalLM are not in memory"):
-        lb.calibrate(model, Tokenizer(), TEXTS, "eigen-2", progress=False)
+        lb.calibrate(model, characters, TEXTS, "eigen-2", progress=False)
 
 
 def test_what_is_no_model_is_named():
     with pytest.raises(TypeError, match="must be a transformers model"):
-        lb.calibrate("a/model", Tokenizer(), TEXTS, "eigen-2", progress=False)
+        lb.calibrate("a/model", characters, TEXTS, "eigen-2", progress=False)
