@@ -273,7 +273,7 @@ def test_generate_goes_on_with_a_fork(model):
     assert turns[0].shape == want
     assert torch.equal(turns[0], turns[1])
     assert torch.equal(turns[0], lb.generate(model, text, past_key_values=cache, **options).sequences)
-    other = torch.cat([text, text], dim=1) + 1
+    other = (torch.cat([text, text], dim=1) + 1) % model.config.vocab_size
     with pytest.raises(ValueError, match="do not begin with the text"):
         lb.generate(model, other, past_key_values=cache.fork()[0], **options)
 

@@ -405,4 +405,4 @@ def test_the_code_of_the_page_runs(model, capsys, monkeypatch, tmp_path):
         exec(compile(block.replace("max_new_tokens=200", "max_new_tokens=8"), "many-requests.md", "exec"), known)
     out = capsys.readouterr().out
     assert all(f"q{number} " in out for number in range(4))
-    assert "lower max_new_tokens or raise memory=" in out
+    assert "lower max_new_tokens or shorten the prompt" in out
