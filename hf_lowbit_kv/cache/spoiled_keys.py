@@ -44,14 +44,14 @@ class Ratios(NamedTuple):
     rotation: float
 
 
-#: models that a warning has named
-_warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+#: the warnings that were shown, by model
+_warned: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 #: by layer, of models whose weights were all in memory
 _known: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, Ratios]] = weakref.WeakKeyDictionary()
 
 
 def warn_of_spoiled_keys(model: Any, specs: Mapping[int, LayerSpec], sizes: Mapping[int, tuple]) -> bool:
-    """Warn, once for each model, if layers store keys in a way that the model's weights spoil.
+    """Warn if layers store keys in a way that the model's weights spoil: once for each model and way.
 
     Args:
         model: the model; anything else than a module has no weights to look at.
@@ -61,13 +61,14 @@ def warn_of_spoiled_keys(model: Any, specs: Mapping[int, LayerSpec], sizes: Mapp
     Returns:
         Whether some weights are not in memory yet, and should be looked at later.
     """
-    if not isinstance(model, torch.nn.Module) or model in _warned:
+    if not isinstance(model, torch.nn.Module):
         return False
     if (texts := spoiled_keys(model, specs, sizes)) is None:
         return True
     for text in texts:
-        _warned.add(model)
-        warnings.warn(text, stacklevel=4)
+        if text not in (shown := _warned.setdefault(model, set())):
+            shown.add(text)
+            warnings.warn(text, stacklevel=4)
     return False
 
 

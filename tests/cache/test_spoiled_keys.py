@@ -78,11 +78,14 @@ def test_the_page_shows_the_warning():
     assert f"UserWarning: {fixed(message)}" in fixed(page.read_text(encoding="utf-8"))
 
 
-def test_it_warns_once_for_a_model():
+def test_it_warns_once_for_a_model_and_a_preset():
+    """A preset that spoils more must not be silent because another one warned."""
     model, other = model_of(), model_of()
-    assert len(made("kv8", model)) == 1
+    (eight,), (four,) = made("kv8", model), made("kv4", model)
+    assert "key_format='int8-token'" in eight
+    assert "key_format='int4-token'" in four
     assert made("kv4", model) == made("kv8", model) == []
-    assert len(made("kv8", other)) == 1
+    assert made("kv8", other) == [eight]
 
 
 def test_plain_fp8_is_named_with_the_format_to_take():
