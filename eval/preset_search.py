@@ -86,9 +86,11 @@ def recommend(
 
     Raises:
         ValueError: no preset meets the budget (the message names the nearest), an unknown preset, a text that is too
-            short, or no candidate survives the model's key biases.
+            short, too few `tokens`, or no candidate survives the model's key biases.
     """
     overrides = overrides or {}
+    if not 0 <= start < tokens - 1:
+        raise ValueError(f"tokens={tokens} is not allowed with start={start}; it must be at least start + 2")
     source = read_text(text)
     window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
     names = list(presets) if presets else fitting_presets(model, overrides)[0]

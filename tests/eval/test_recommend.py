@@ -157,6 +157,12 @@ def test_a_short_text_is_refused(model):
         recommend(model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], tokens=701, progress=False)
 
 
+def test_too_few_tokens_are_refused_by_their_name(model):
+    """Before any work: `recommend` has no argument `context`."""
+    with pytest.raises(ValueError, match="tokens=400 is not allowed with start=512; it must be at least start"):
+        recommend(model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], tokens=400, progress=False)
+
+
 def test_presets_for_other_models_are_left_out(model):
     names, reasons = fitting_presets(model)
     assert "kivi-2" in names
