@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -347,7 +348,10 @@ def losses_list(path: Path = TASKS) -> str:
             if abs(x - full) > error
         )
         line = f"- **{column}**: 16 bits have {full:.1f}. Within the error of a difference, {error:.1f} points: "
-        lines.append(line + f"{near or 'no preset'}." + (f"\n  Further away: {far}." if far else "") + "\n")
+        wrapped = textwrap.fill(
+            f"Further away: {far}.", 150, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        lines.append(line + f"{near or 'no preset'}." + (f"\n{wrapped}" if far else "") + "\n")
     return "".join(lines) or NONE
 
 

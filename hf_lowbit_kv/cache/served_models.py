@@ -124,6 +124,19 @@ def longest_text(config: PreTrainedConfig) -> int | None:
     return reach
 
 
+def check_in_memory(model: Any, use: str, other: str) -> None:
+    """Raise `ValueError` if the model's first weights are offloaded, so that it has no device for tokens.
+
+    Args:
+        use, other: what needs the device, and what else may be done, for the message.
+    """
+    if model.device.type == "meta":
+        raise ValueError(
+            f"the first weights of {type(model).__name__} are not in memory (offloaded), so there is no device for {use}. Keep "
+            f"the embedding in memory (device_map=), or {other}"
+        )
+
+
 def check_attention_kind(
     attention_kind: str | None, config: PreTrainedConfig, model_sides: dict[int, ModelSide]
 ) -> None:

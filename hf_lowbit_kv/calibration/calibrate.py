@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.packed_layers import packed_sizes
+from ..cache.served_models import check_in_memory
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
 from ..presets import PresetName, get_preset
@@ -85,11 +86,7 @@ def calibrate(
         )
     specs = _specs(preset)
     plan = plan_for(model, preset, per_head)
-    if model.device.type == "meta":
-        raise ValueError(
-            f"the first weights of {type(model).__name__} are not in memory (offloaded), so it has no device for windows: keep "
-            "the embedding in memory (device_map=)"
-        )
+    check_in_memory(model, "windows", "calibrate where the model fits")
     limits = samples, length
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type

@@ -12,7 +12,6 @@ The file was written for the versions in `paged_calls.SUPPORTED`, from their sou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +28,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..generation.enable import Enabled
 from ..presets import get_preset
 from .memory_budget import USABLE
+from .pool_models import check_tokens
 from .pool_steps import PoolSteps, exclusive_use, new_pool
 from .row_pool import Row
 from .sampling import on_device
@@ -74,13 +74,7 @@ class PackedCache(PagedAttentionCache):
         """Raise `ValueError` if a request can never be served. Called before the request waits for a row."""
         if not state.initial_tokens:
             raise ValueError("the prompt is empty: give it at least one token")
-        vocabulary = self.steps.model.get_input_embeddings().num_embeddings
-        tokens = state.initial_tokens
-        # a wrong one would end all requests of its batch
-        if wrong := [x for x in tokens if not isinstance(x, Integral) or not 0 <= int(x) < vocabulary]:
-            raise ValueError(
-                f"the prompt has {wrong[0]!r}, which is not the id of one of the model's {vocabulary} tokens"
-            )
+        check_tokens(self.steps.model, state.initial_tokens)  # a wrong id would end all requests of its batch
         if state.max_new_tokens is None:
             raise ValueError("max_new_tokens=None is not allowed: a row is kept free for all tokens that it may write")
         limit = len(state.initial_tokens) + state.max_new_tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 from ..cache.length_rope import length_rope
@@ -54,13 +55,12 @@ def empty_caches(
     return make
 
 
-def check_in_memory(model: Any) -> None:
-    """Raise `ValueError` if the model's first weights are not in memory, so that it has no device for tokens."""
-    if model.device.type == "meta":
-        raise ValueError(
-            f"the first weights of {type(model).__name__} are not in memory (offloaded), so a pool of rows has no device to "
-            "be on. Keep the embedding in memory (device_map=), or use lb.generate"
-        )
+def check_tokens(model: Any, tokens: Iterable[Any], where: str = "") -> None:
+    """Raise `ValueError` for anything but ids of the model's tokens. where: begins the message."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for token in tokens:
+        if not isinstance(token, Integral) or not 0 <= int(token) < vocabulary:
+            raise ValueError(f"{where}token {token!r} is not one of the model's {vocabulary}")
 
 
 def placeholders(config: Any) -> dict[int, str]:

@@ -12,9 +12,10 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
+from ..cache.served_models import check_in_memory
 from ..generation.call_options import check_names, check_options, new_tokens_of, return_sequences
 from ..generation.sampling_settings import check_settings, check_text, processors_of
-from .pool_models import check_in_memory, placeholders
+from .pool_models import check_tokens, placeholders
 
 #: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
@@ -90,7 +91,7 @@ class RequestReader:
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]):
         self.model, self.tokenizer, self.options, self._rope = model, tokenizer, dict(options), length_rope(model)
         self._placeholders = placeholders(model.config)
-        check_in_memory(model)
+        check_in_memory(model, "a pool of rows", "use lb.generate")
         if "max_new_tokens" not in options and "max_length" not in options:
             options = {"max_new_tokens": 1, **options}
         if tokenizer is not None and not hasattr(tokenizer, "decode"):
@@ -157,7 +158,7 @@ class RequestReader:
             ids = self._from_text(kind, prompt, options)
         if not ids:
             raise ValueError(f"{kind}={prompt!r} has no token: there is nothing to read")
-        self._check_tokens("", ids)
+        check_tokens(self.model, ids)
         if (token := next((token for token in ids if token in self._placeholders), None)) is not None:
             raise ValueError(
                 f"token {token} is the place of {self._placeholders[token]} input, and requests are text; use lb.generate"
@@ -231,14 +232,8 @@ class RequestReader:
         model._prepare_generated_length(config, True, True, "input_ids", len(ids), tokens)
         processors_of(model, config, tokens, request, model.device)  # raises for values that are not allowed
         keys = [key if isinstance(key, tuple) else key[0] for key in config.sequence_bias or ()]
-        self._check_tokens("sequence_bias: ", [token for key in keys for token in key])
+        check_tokens(self.model, [token for key in keys for token in key], "sequence_bias: ")
         return config, new_tokens
-
-    def _check_tokens(self, where: str, tokens: Sequence[int]) -> None:
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        if not all(0 <= token < vocabulary for token in tokens):
-            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
-            raise ValueError(f"{where}token {wrong} is not one of the model's {vocabulary}")
 
 
 def _check_own_options(request: Mapping[str, Any]) -> None:
