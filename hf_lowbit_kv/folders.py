@@ -19,10 +19,13 @@ def cache_root() -> Path:
 
 
 def try_folder(folder: Path) -> None:
-    """Create a folder if it is missing. Raises `OSError` if it cannot be written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
-        file.write(b"\0")
+    """Create a folder if it is missing. Raises `OSError` with the folder's name if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def make_folder(folder: Path) -> None:

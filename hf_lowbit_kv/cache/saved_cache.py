@@ -24,6 +24,7 @@ import xxhash
 from filelock import FileLock
 
 from ..calibration_files import calibration_lookup
+from ..folders import try_folder
 from ..presets import why_not_of
 from ..storage.content_digests import difference, digest, fingerprint_of
 from ..storage.layer_spec import LayerSpec
@@ -76,6 +77,7 @@ def write(
 
     Raises:
         NotADirectoryError: a file has the name of the folder.
+        OSError: the files cannot be written.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file; a cache is saved into a folder: give another name")
@@ -91,7 +93,7 @@ def write(
         memory.add(start)
     fields = {name: value for name, value in header.items() if name != "parameters"}
     description = {"format": _FORMAT, "version": VERSION, **fields, **described, "more": dict(more or {})}
-    folder.mkdir(parents=True, exist_ok=True)
+    try_folder(folder)
     temporary = folder / f".{secrets.token_hex(8)}.tmp"
     of_tensors = temporary.with_suffix(".tensors.tmp")
     try:

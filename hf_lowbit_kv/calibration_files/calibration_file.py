@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..folders import try_folder
 from ..storage.content_digests import digest
 from .calibration_card import push_to_hub
 from .model_description import MadeFor, check_description, difference
@@ -96,7 +97,7 @@ class Calibration:
         }
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(self.tensors.items())}
         metadata["digest"] = _digest(tensors, metadata)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try_folder(path.parent)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         os.close(handle)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 import warnings
@@ -398,6 +399,20 @@ class Chat:
         new.finish_reason = fields.get("finish_reason")
         if cache.text is not None and not new._crops:
             new._ends.add(cache, [cache.text[0].cpu()])
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chat:
+        """A conversation that begins with these messages and continues in its own way. Its cache is a fork. Model, tokenizer
+        and kept ends of turns are shared.
+
+        Raises:
+            RuntimeError: an answer is still being written.
+        """
+        self._turn.check()
+        new = memo[id(self)] = copy.copy(self)
+        new.messages, new.cache = copy.deepcopy(self.messages, memo), copy.deepcopy(self.cache, memo)
+        new.options, new.chat_template_kwargs = dict(self.options), dict(self.chat_template_kwargs)
+        new._turn = _Turn()
         return new
 
     def __repr__(self) -> str:

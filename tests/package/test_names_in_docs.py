@@ -222,3 +222,20 @@ def test_the_api_page_has_every_public_name():
     )
     assert sorted(set(lb.__all__) - shown - {"ATTENTION_NAME"}) == []
     assert sorted(shown - set(lb.__all__)) == []
+
+
+def test_seeded_defects_are_of_code_and_tests_that_are_there():
+    lines = (ROOT / "tests" / "support" / "seeded_defects.md").read_text(encoding="utf-8").splitlines()
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines if line.startswith("| ")]
+    rows = [[cell.strip().replace("\\|", "|") for cell in row] for row in rows if "`" in row[1]]
+    assert len(rows) > 90
+    for defect, place, changes, test in rows:
+        path, function = CODE.findall(place)
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"\b{re.split(r'[.:]+', function)[-1]}\(", source), f"{defect}: {path} has no {function}"
+        changes = re.findall(r"`([^`]+)` -> `([^`]+)`", changes)
+        assert changes, defect
+        for old, _ in changes:
+            assert old in source, f"{defect}: {path} has no {old!r}"
+        file, _, name = test.strip("`").partition("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{defect}: there is no {test}"

@@ -1,6 +1,7 @@
 """Chats: each turn sends what is new, and says what a chat says that reads everything."""
 
 import copy
+import sys
 import threading
 
 import pytest
@@ -88,6 +89,26 @@ def test_models_that_cannot_crop(family):
     chat.messages[0]["content"] = words(50, 8)
     with pytest.warns(UserWarning, match="conversation is read again"):
         chat.send(words(5, 4))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_copy_continues_in_its_own_way(family):
+    model, _ = tiny_models(family)
+    chat = _chat(model, system=words(60, 0))
+    chat.send(words(20, 1))
+    other = copy.deepcopy(chat)
+    assert other.model is chat.model
+    texts = words(20, 2), words(20, 3)
+    want = [_fresh(model, chat, text) for text in texts]
+    counted = Counted(model)
+    assert [each.send(text) for each, text in zip((chat, other), texts, strict=True)] == want
+    assert counted.taken() < chat._ids("").shape[1]  # both turns together: the first turn was not read again
+    chat.undo()
+    assert (len(chat.messages), len(other.messages)) == (3, 5)
+    for _ in chat.stream(words(20, 4)):
+        with pytest.raises(RuntimeError, match="still writing an answer"):
+            copy.deepcopy(chat)
+        break
 
 
 def _before(chat):
@@ -316,6 +337,15 @@ def test_a_file_in_place_of_the_folder(model, tmp_path):
         with pytest.raises(NotADirectoryError, match="chat' is a file; a cache is saved into a folder"):
             save(path)
     assert path.read_text() == "mine"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder in which not even root can write")
+def test_a_folder_in_which_nothing_can_be_written(model):
+    chat = _chat(model)
+    chat.send(words(5, 1))
+    for save in (chat.save, chat.cache.save_pretrained):
+        with pytest.raises(OSError, match=r"'/proc'$"):
+            save("/proc")
 
 
 def test_why_an_answer_ended(model, tmp_path):
