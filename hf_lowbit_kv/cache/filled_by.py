@@ -1,7 +1,8 @@
 """The model whose keys and values a cache holds, and whether it still computes the same ones.
 
 A cache takes a snapshot of its model when its first tokens come, without waiting for the device. It takes another one when
-a prompt continues. Compared are names and scales of active adapters, and sampled weights of the attention layers.
+a prompt continues. Compared are names and scales of active adapters, and sampled weights of all layers: keys and values
+depend on everything before them, but not on the output embedding.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from ..calibration_files.model_description import MadeFor, describe_model
 from ..calibration_files.weight_sums import attention_modules
@@ -54,7 +56,7 @@ class ModelSnapshot(Unstamped):
 
     Args:
         modules: layer indices and attention modules.
-        model: the model whose adapters outside of `modules` count too; `None`: no others count.
+        model: the model whose adapters and weights outside of `modules` count too; `None`: no others count.
     """
 
     @torch.no_grad()
@@ -64,18 +66,15 @@ class ModelSnapshot(Unstamped):
         self._modules = {index: weakref.ref(layer) for index, layer in layers.items()}
         self.classes = {index: type(layer).__name__ for index, layer in layers.items()}
         self.adapters = adapters_in(named)
-        tensors = {
-            f"{prefix.rstrip('.')}.{name}".replace(".base_layer", ""): parameter
-            for prefix, module in named
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
-        self._samples = Samples(tensors, skip_offloaded=True)
-        self._dtypes = {name: x.dtype for name, x in tensors.items()}
+        tensors = _weights(named)
         self.others: dict[str, str] | None = None
         if model is not None:
             inside = {id(module) for _, module in named}
-            self.others = adapters_in((name, x) for name, x in model.named_modules() if id(x) not in inside)
+            others = [(name, x) for name, x in model.named_modules() if id(x) not in inside]
+            self.others = adapters_in(others)
+            tensors |= _weights(others, model)
+        self._samples = Samples(tensors, skip_offloaded=True)
+        self._dtypes = {name: x.dtype for name, x in tensors.items()}
 
     def knows(self, module: torch.nn.Module) -> bool:
         """Whether it is one of the attention modules."""
@@ -94,13 +93,30 @@ class ModelSnapshot(Unstamped):
             before, after = before | self.others, after | now.others
         if (name := first_difference(before, after)) is not None:
             return f"adapters of {name} were {before.get(name, 'none')}, and are {after.get(name, 'none')}"
+        if self._samples.equal(now._samples):
+            return None
         digests, current = self._samples.digests(), now._samples.digests()
         name = next((x for x, digest in digests.items() if current.get(x, digest) != digest), None)
         if name is None:
             return None
-        weight = f"{name.partition('.')[2]} of layer {_layer(name)}"
+        layer, _, rest = name.partition(".")
+        weight = f"{rest} of layer {layer}" if layer.isdecimal() else name
         was, found = (str(snapshot._dtypes[name]).removeprefix("torch.") for snapshot in (self, now))
         return f"{weight} has other numbers" if was == found else f"{weight} was {was}, and is {found}"
+
+
+def _weights(
+    modules: Iterable[tuple[str, torch.nn.Module]], model: torch.nn.Module | None = None
+) -> dict[str, torch.Tensor]:
+    """The parameters of these modules by name, without those of the model's output embedding."""
+    output = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return {
+        f"{prefix.rstrip('.')}.{name}".replace(".base_layer", ""): parameter
+        for prefix, module in modules
+        if module is not output
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
 
 
 def _layer(name: str) -> int:

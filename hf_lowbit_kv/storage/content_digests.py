@@ -179,17 +179,24 @@ class Samples:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], skip_offloaded: bool = False):
         samples: dict[tuple, list[torch.Tensor]] = {}
-        # by name, for each part of a tensor: dtype and device, number of samples, and a description
-        self._parts: dict[str, list[tuple[tuple, int, str]]] = {}
+        # by name, for each part of a tensor: dtype and device, number of samples, dtype and shape of the part
+        self._parts: dict[str, list[tuple[tuple, int, torch.dtype, torch.Size]]] = {}
         for name, tensor in tensors.items():
             for part in _plain(name, tensor, skip_offloaded):
                 flat = part.detach().reshape(-1)
                 step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: not one column of a matrix only
-                sample = flat[::step][:SAMPLED]
+                sample = flat[: SAMPLED * step : step]
                 kind = sample.dtype, sample.device
-                self._parts.setdefault(name, []).append((kind, sample.numel(), f"{part.dtype}{tuple(part.shape)}"))
+                self._parts.setdefault(name, []).append((kind, sample.numel(), part.dtype, part.shape))
                 samples.setdefault(kind, []).append(sample)
         self._numbers = {kind: torch.cat(parts) for kind, parts in samples.items()}
+
+    def equal(self, other: Samples) -> bool:
+        """Whether names, shapes, dtypes and numbers are equal. Waits for each device, once for each dtype."""
+        return self._parts == other._parts and all(
+            torch.equal(numbers.view(torch.uint8), other._numbers[kind].view(torch.uint8))
+            for kind, numbers in self._numbers.items()
+        )
 
     def digests(self) -> dict[str, str]:
         """For each name a digest of shape, dtype and numbers. Waits for each device, once for each dtype."""
@@ -201,9 +208,9 @@ class Samples:
         digests = {}
         for name, parts in self._parts.items():
             hashed = hashlib.blake2b(digest_size=8)
-            for kind, count, described in parts:
+            for kind, count, dtype, shape in parts:
                 size = count * kind[0].itemsize
-                hashed.update(described.encode())
+                hashed.update(f"{dtype}{tuple(shape)}".encode())
                 hashed.update(content[kind][position[kind] : position[kind] + size])
                 position[kind] += size
             digests[name] = hashed.hexdigest()

@@ -50,6 +50,16 @@ def trained(model):
     model.model.layers[1].self_attn.v_proj.weight.data.mul_(1.01)
 
 
+@torch.no_grad()
+def trained_mlp(model):
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(1.01)
+
+
+@torch.no_grad()
+def trained_norm(model):
+    model.model.layers[1].input_layernorm.weight.data.mul_(1.01)
+
+
 #: changes of a model with adapters
 SWITCHES = {
     "another adapter": lambda model: model.set_adapter("two"),
@@ -61,7 +71,13 @@ SWITCHES = {
     "other numbers": lambda model: [x.data.mul_(1.5) for name, x in model.named_parameters() if "lora_B.one" in name],
 }
 #: changes of a model without
-CHANGES = {"adapter outside of attention": with_mlp_adapter, "merged into it": merged_into_base, "trained": trained}
+CHANGES = {
+    "adapter outside of attention": with_mlp_adapter,
+    "merged into it": merged_into_base,
+    "trained": trained,
+    "MLP": trained_mlp,
+    "norm": trained_norm,
+}
 
 
 def ids_of(tokens, seed=0):
@@ -127,6 +143,17 @@ def test_held_caches_refuse_other_weights(change, way):
     model = tiny_models("llama")[0]
     check_refused(model, model, CHANGES[change], way, False)
     lb.release(model)
+
+
+def test_another_output_embedding_goes_on():
+    """Keys and values do not depend on it."""
+    model, _ = tiny_models("llama", tie_word_embeddings=False)
+    cache, stock = lb.from_preset("dense", model), copy.deepcopy(model)
+    text = plain(model, ids_of(40), cache)
+    for each in (model, stock):
+        each.lm_head.weight.data.mul_(-1)
+    text = torch.cat([text, ids_of(5, 1)], 1)
+    assert torch.equal(plain(model, text, cache), plain(stock, text, lb.from_preset("dense", stock)))
 
 
 def test_the_same_adapter_goes_on(adapted):
