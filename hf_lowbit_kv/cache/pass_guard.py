@@ -77,11 +77,11 @@ class PassGuard:
         Raises:
             RuntimeError: the last pass was interrupted.
             ValueError: a model that runs with `use_cache=False` processes a whole text whose beginning is stored. Waits for
-                the device. Some models always pass that value, so the value itself is no error.
+                the device. Some models always pass that value, and others pass none, so the value itself is no error.
         """
         self.check_whole(cache)
         seen, positions = cache.layers[self.first_packed].length.at_least, arguments.get("position_ids")
-        if arguments.get("use_cache") is not False or not isinstance(positions, torch.Tensor) or not 0 < seen < tokens:
+        if arguments.get("use_cache") or not isinstance(positions, torch.Tensor) or not 0 < seen < tokens:
             return
         if positions.shape[-1] != tokens:
             return
@@ -126,12 +126,16 @@ class PassGuard:
             return
         seen = sliding | {length.read_count() for length in packed}  # may wait after compiled steps
         if len(seen) > 1:
-            raise RuntimeError(INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}"))
+            skipped = "" if min(seen) else " (or the model runs fewer layers than its configuration says: correct that)"
+            raise RuntimeError(
+                INTERRUPTED.format(f"some layers hold {min(seen)} tokens and others {max(seen)}{skipped}")
+            )
 
     # ---- texts ----------------------------------------------------------------------------------------------------
 
     def check_text(self, layer: Any, tokens: int, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """Raise `ValueError` if new tokens belong to a prompt that is not longer than what is stored. Waits for the device.
+        """Raise `ValueError` if new tokens belong to a prompt that is not longer than what is stored. Waits for the device,
+        so a single token is checked on a CPU only.
 
         Args:
             layer: the first packed layer.
@@ -140,13 +144,13 @@ class PassGuard:
             mask: padding mask of the new tokens, bool `[B, S]`; `None`: no padding.
         """
         seen = layer.length.at_least
-        if tokens == 1 or seen == 0:
-            return
         if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != tokens:
+            return
+        if seen == 0 or (tokens == 1 and position_ids.device.type != "cpu"):
             return
         if mask is None and (whole := _cut_prompt(position_ids, seen)) is not None and not layer.holds_padded_rows():
             raise ValueError(another_text(whole, seen))
-        if tokens < seen or (mask is not None and mask.dim() != 2):
+        if tokens == 1 or tokens < seen or (mask is not None and mask.dim() != 2):
             return
         if _is_padded_prompt(position_ids, mask, layer.store.state.length[:, 0]):
             raise ValueError((another_text if tokens == seen else same_text_again)(tokens, seen))
@@ -161,10 +165,10 @@ def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
     with `seen - n` and end with `n - 1`. The positions of a continued text begin with `seen`.
 
     Args:
-        position_ids: `[B or 1, S]`, S of at least 2, of rows without padding.
+        position_ids: `[B or 1, S]`, of rows without padding.
     """
     tokens = position_ids.shape[1]
-    first, last = position_ids[0, :: tokens - 1].tolist()
+    first, last = position_ids[0, [0, -1]].tolist()
     whole = last + 1
     return whole if (first, whole - first) == (seen - whole, tokens) else None
 

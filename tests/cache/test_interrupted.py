@@ -182,6 +182,30 @@ def test_another_text_is_refused(family, max_cache_len):
     assert torch.equal(model.generate(more, past_key_values=cache, **GREEDY), continued)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_prompt_of_half_of_the_stored_text_is_refused(family):
+    """Its slice has one token, as a decode step has."""
+    model, _ = tiny_models(family)
+    prompt, other = (left_padded(1, 22, seed=seed)[0] for seed in (1, 2))
+    cache = _cache(model, None)
+    model.generate(prompt[:, :40], past_key_values=cache, **GREEDY)  # 25 tokens are stored
+    with pytest.raises(ValueError, match=r"13 (tokens|columns).* 25 "):
+        model.generate(other[:, :13], past_key_values=cache, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation='sdpa'")
+@pytest.mark.newest  # transformers 5.17 does not hand its arguments to the cache
+@pytest.mark.parametrize("attention", ["sdpa", lb.ATTENTION_NAME])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_generate_without_its_cache_does_not_store_the_text_again(family, attention):
+    model, _ = tiny_models(family)
+    model.set_attn_implementation(attention)
+    cache, ids = _cache(model, None), left_padded(1, 40)[0]
+    with pytest.raises(ValueError, match=r"got a whole text of 41 tokens, but the cache holds 40 already"):
+        model.generate(ids, past_key_values=cache, use_cache=False, **GREEDY)
+    assert int(cache.get_seq_length()) == 40
+
+
 def test_a_text_that_is_read_whole_in_every_step_is_refused():
     model, _ = tiny_models("llama")
     cache = _cache(model, None)

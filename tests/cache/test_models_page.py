@@ -3,9 +3,13 @@
 import re
 
 import pytest
+import torch
 import transformers
 from models_page import FAMILIES, PAGE, ModelRow, examine, examine_with_image, reason, render, widths_and_preset
-from tiny_architectures import VISION_ARCHITECTURES, names
+from tiny_architectures import VISION_ARCHITECTURES, names, tiny_model
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 TEXT = PAGE.read_text(encoding="utf-8")
 VERSION = re.search(r"architectures of transformers ([\d.]+) are supported", TEXT)[1]
@@ -138,3 +142,28 @@ def test_some_rows_with_images_are_current(name):
 @pytest.mark.parametrize("name", sorted(VISION_ARCHITECTURES))
 def test_all_rows_with_images_are_current(name):
     check_row_with_image(name)
+
+
+#: models whose attention gets no positions, as docs/faq.md names them
+WITHOUT_POSITIONS = set(
+    re.findall(
+        r"`(\w+)`", re.search(r"no positions to their attention: ([^.]*)\.", (PAGE.parent / "faq.md").read_text())[1]
+    )
+)
+
+
+@installed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(set(SERVED) - WITHOUT_POSITIONS))
+def test_another_text_is_refused(name):
+    assert len(WITHOUT_POSITIONS & set(SERVED)) >= 8
+    model = tiny_model(name)
+    model.set_attn_implementation(lb.ATTENTION_NAME)
+    model.generation_config.eos_token_id = None
+    for tokens in (27, 43):
+        cache = lb.from_preset("dense", model)
+        options = {**as_argument(cache), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        model.generate(torch.full((1, 40), 7), **options)
+        with pytest.raises((ValueError, RuntimeError), match=r"got a prompt|interrupted"):
+            model.generate(torch.full((1, tokens), 9), **options)
