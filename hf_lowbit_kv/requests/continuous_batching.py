@@ -329,6 +329,7 @@ class PackedManager(ContinuousBatchingManager):
                 batch_tokens,
                 share=USABLE if batching.max_memory_percent is None else batching.max_memory_percent,
                 limits=limits,
+                may_be_shorter=True,  # hints have the longest prompt, not the length of each
                 max_rows=batching.max_requests_per_batch,
                 tokens=tokens,
                 share_prefixes=batching.allow_block_sharing,

@@ -84,6 +84,7 @@ def pool_size(
     max_rows: int | None,
     sinks: bool,
     rings: Sequence[RingShape] = (),
+    may_be_shorter: bool = False,
 ) -> PoolSize:
     """The number of slots and pages for this memory.
 
@@ -94,6 +95,7 @@ def pool_size(
         longest: tokens of the longest text that the model was made for, if known: no row may hold more.
         sinks: whether prefixes are kept.
         rings: the rings of each row, for sliding-window layers.
+        may_be_shorter: than `limits`. Then a limit beyond the longest possible row counts as that row.
 
     Raises:
         ValueError: there is no room for the window and a page of a single row.
@@ -121,6 +123,8 @@ def pool_size(
         tokens = max(tokens_beside(slots), page)
         max_length = min(max_length, _room(layers, tokens))
         return PoolSize(slots, min(tokens, max(slots * _rounded(layers, max_length), page)), max_length)
+    if may_be_shorter:
+        limits = [min(limit, max_length) for limit in limits]
     # rows that no pool could hold are refused, and get no pages
     needs = sorted((_rounded(layers, limit) for limit in limits if limit <= max_length), reverse=True) or [page]
     typical, largest = max(sum(needs) / len(needs), page), needs[0]

@@ -220,6 +220,7 @@ def new_pool(
     share_prefixes: bool = True,
     record: bool = True,
     agree: Callable[[list[int]], list[int]] = list,
+    may_be_shorter: bool = False,
 ) -> tuple[PoolSteps, SharedPrefixes]:
     """Measure the free memory, and allocate a pool.
 
@@ -228,7 +229,7 @@ def new_pool(
         make_cache: makes an empty cache for this many tokens.
         chunk_size: tokens per prefill chunk.
         memory: bytes; `None`: the part `share` of the memory that is free after a chunk was prefilled.
-        limits, max_rows: see `pool_size`.
+        limits, max_rows, may_be_shorter: see `pool_size`.
         tokens: allocate pages for this many tokens, instead of as many as fit into `memory`.
         record: whether decode steps are recorded if the device has CUDA graphs.
         agree: under tensor parallelism, returns the minimum of each number over all ranks, so that all ranks have the same
@@ -250,7 +251,7 @@ def new_pool(
     share_prefixes = share_prefixes and not rings  # pages restore no sliding window
     if memory is None:
         memory = int(share * max(free_memory(model.device) - needed, 0))
-    size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes, rings)
+    size = pool_size(layers, memory, limits, longest_row(model), max_rows, share_prefixes, rings, may_be_shorter)
     slots, tokens, max_length = agree([size.slots, tokens or size.tokens, size.max_length])
     pool = RowPool(layers, slots, tokens, max_length, rings)
     return PoolSteps(model, template, pool, record), SharedPrefixes(pool, slots if share_prefixes else 0)

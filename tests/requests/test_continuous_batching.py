@@ -89,6 +89,14 @@ def test_ragged_prompts(models, ours, batching):
 
 
 @needs_release
+def test_a_request_that_is_too_long_fails_alone(models, ours):
+    """transformers' hints have only the longest prompt."""
+    found = written(ours, [prompt(10), prompt(300), prompt(1100), prompt(900)])
+    check(models[1], [found[0], found[1], found[3]])
+    assert found[2].error == "1100 prompt tokens plus max_new_tokens=20 exceed the 1024 tokens of a row"
+
+
+@needs_release
 def test_shared_prefixes(models, ours, monkeypatch):
     """One request at a time, so that the pages of the first are there for the others."""
     from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes

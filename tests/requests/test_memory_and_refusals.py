@@ -141,6 +141,24 @@ def test_a_pool_takes_no_more_than_memory_says(model):
                     assert pool.memory.nbytes + sinks > 0.8 * memory or size.slots == rows
 
 
+def test_hinted_lengths_may_exceed_the_longest_row(model):
+    """An upper bound beyond the model's positions or the memory leaves room for shorter rows."""
+    from hf_lowbit_kv.requests.memory_budget import pool_size
+    from hf_lowbit_kv.requests.pool_steps import read_once, stored_layers
+
+    cache = lb.from_preset("kivi-4-sink", model, max_cache_len=32, **SMALL_PAGES)
+    read_once(model, cache, 2)
+    layers = stored_layers(cache)
+    assert pool_size(layers, 30_000_000, [9000] * 3, 1024, None, True, may_be_shorter=True) == pool_size(
+        layers, 30_000_000, [1024] * 3, 1024, None, True
+    )
+    one_row = pool_size(layers, 300_000, None, None, 1, True)
+    assert (
+        pool_size(layers, 300_000, [100_000] * 3, None, None, True, may_be_shorter=True).max_length
+        >= 0.9 * one_row.max_length
+    )
+
+
 def test_a_request_that_does_not_fit_gets_an_error(model, texts):
     small = 30_000 + 2 * 2 * 2 * 64 * 4 * 3 * 64  # windows and pages of some 100 tokens
     found = many(model, texts[:4], memory=small)
