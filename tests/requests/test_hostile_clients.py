@@ -84,6 +84,7 @@ BAD = {
     "many messages": (chat(messages=[{"role": "user", "content": "5"}] * 2049), "messages"),
     "many tools": (chat(tools=TOOLS * 129), "tools"),
     "a tool that must be called": (chat(tools=TOOLS, tool_choice="required"), "tool_choice"),
+    "one tool call at most": (chat(tools=TOOLS, parallel_tool_calls=False), "parallel_tool_calls"),
     "a long prompt": (chat("5 " * 3_600_000), "messages"),
     "a prompt of many tokens": (chat("5 " * 1_500_000), "messages"),
     "too many tokens": (chat(max_tokens=10**6), None),
@@ -115,6 +116,23 @@ def test_a_bad_request_is_refused(here, stream, name):
     assert error["param"] == field
     assert error["message"]
     assert len(error["message"]) < 1500
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "field",
+    [{"suffix": "ZZZ"}, {"echo": True}, {"best_of": 2}, {"n": 2}, {"logprobs": 0}, {"presence_penalty": 1}],
+    ids=str,
+)
+def test_fields_of_completions_that_would_change_the_text(here, field, streamed):
+    """A suffix asks for the text before it. At values without an effect the fields are taken."""
+    body = {"prompt": "5 6 7", "max_tokens": 2, "temperature": 0, "stream": streamed}
+    ((name, value),) = field.items()
+    status, answer = here.ask({**body, **field}, "/v1/completions")
+    assert (status, answer["error"]["param"]) == (400, name)
+    assert answer["error"]["message"] == f"{name}={value!r} cannot be honoured by this server; leave it out"
+    usual = {"suffix": "", "echo": False, "best_of": 1, "n": 1, "presence_penalty": 0}
+    assert here.ask({**body, **usual}, "/v1/completions")[0] == 200
 
 
 @pytest.mark.parametrize(

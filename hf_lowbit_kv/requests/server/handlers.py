@@ -321,14 +321,12 @@ class TextHandler(_PoolHandler, CompletionHandler):
         return self._build_chunk_sse(answer.id, self._served, text=item)
 
     def _closing(self, answer: Answer) -> list[str]:
-        suffix = [self._event(answer, answer.body["suffix"])] if "suffix" in answer.body else []
         reason = answer.streamer.finish_reason
-        return [*suffix, self._build_chunk_sse(answer.id, self._served, finish_reason=reason, usage=answer.usage)]
+        return [self._build_chunk_sse(answer.id, self._served, finish_reason=reason, usage=answer.usage)]
 
     def _answer(self, answer: Answer, items: list[Any]) -> dict[str, Any]:
-        text = _text(items, str) + answer.body.get("suffix", "")
         reason: Any = answer.streamer.finish_reason
-        choice = CompletionChoice(text=text, index=0, logprobs=None, finish_reason=reason)
+        choice = CompletionChoice(text=_text(items, str), index=0, logprobs=None, finish_reason=reason)
         completion = Completion(
             id=answer.id,
             created=int(time.time()),

@@ -17,12 +17,12 @@ from .openai_errors import Refused, not_allowed, shown
 
 #: fields that are honoured
 HONOURED = {
-    *("model", "messages", "prompt", "suffix", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
+    *("model", "messages", "prompt", "stream", "max_tokens", "max_completion_tokens", "temperature", "top_p"),
     *("stop", "seed", "logit_bias", "tools", "tool_choice", "chat_template_kwargs", "generation_config"),
 }
 #: fields of OpenAI's API that change no answer. The usage is always reported, at the end of a stream too
 WITHOUT_EFFECT = {
-    *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options", "parallel_tool_calls"),
+    *("user", "safety_identifier", "metadata", "store", "service_tier", "stream_options"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
 #: values at which a field has no effect
@@ -30,6 +30,8 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
+    "suffix": ("",),  # transformers would append it to the answer
+    "parallel_tool_calls": (True,),  # a model may always write several calls
     "logprobs": (False,),
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),  # transformers would use it as another kind of penalty
@@ -41,7 +43,6 @@ USUAL: dict[str, tuple[Any, ...]] = {
 #: fields of one type: their type, and its name
 KINDS = (
     ("stream", bool, "true or false"),
-    ("suffix", str, "a text"),
     ("generation_config", str, "a text in JSON"),
     ("chat_template_kwargs", dict, "an object"),
     ("tools", list, "a list of objects"),
