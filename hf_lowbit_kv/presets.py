@@ -70,6 +70,9 @@ RECOMMENDED: tuple[PresetName, ...] = (
 )
 #: largest number of rows of a table that does not list all presets
 MAX_SHOWN = 12
+#: not names of presets: "16-bit" and "full" are transformers' own cache in tables and measurements, "all" is every preset
+#: on the command line. A preset with such a name would be ignored, or shown as the 16-bit cache
+RESERVED = ("16-bit", "full", "all")
 #: sink tokens of a `*-sink` preset
 SINK_TOKENS = 32
 #: key transform of the VecInfer presets: the most accurate one measured (docs/dev/vecinfer.md); the paper uses
@@ -237,7 +240,7 @@ def register_preset(
         note: origin of the preset, for tables.
 
     Raises:
-        ValueError: the name is taken or not a word, or a format, a transform or a number is not allowed. Nothing is
+        ValueError: the name is taken, reserved or not a word, or a format, a transform or a number is not allowed. Nothing is
             registered.
         TypeError: the name is not a string.
 
@@ -249,6 +252,8 @@ def register_preset(
         raise TypeError(f"name={name!r} is not allowed; it must be a string such as 'mine-3'")
     if not name or name != name.strip() or any(character in name for character in "|/, "):
         raise ValueError(f"name={name!r} is not allowed; it must be a word without spaces, commas, '|' and '/'")
+    if name in RESERVED:
+        raise ValueError(f"name={name!r} is not allowed; these names have another meaning: {', '.join(RESERVED)}")
     if (taken := _derive(name)) is not None:
         raise ValueError(f"preset name {name!r} is taken (keys {taken.key_format!r}, values {taken.value_format!r})")
     preset = Preset(name, key_format, value_format, note, sink, residual, transform, value_transform, attention_kind)

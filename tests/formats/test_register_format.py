@@ -223,6 +223,7 @@ def test_on_a_gpu(kernels, nvidia_gpu, monkeypatch):
         ("", {}, ValueError, "name='' is not allowed"),
         ("two words", {}, ValueError, "name='two words' is not allowed"),
         (3, {}, TypeError, "name=3 is not allowed"),
+        *((name, {}, ValueError, f"name='{name}' is not allowed; these names") for name in ("16-bit", "full", "all")),
         ("mine", {"key_format": "nothing"}, ValueError, "format='nothing' is not known"),
         ("mine", {"transform": "spin"}, ValueError, "spin"),
         ("mine", {"sink": -1}, ValueError, "sink=-1 is not allowed"),
