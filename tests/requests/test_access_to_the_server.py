@@ -7,6 +7,7 @@ import pytest
 from served_here import Here, chat, save
 
 from hf_lowbit_kv.cli import main
+from hf_lowbit_kv.requests.server import openai_server
 from hf_lowbit_kv.requests.server.openai_server import served_name
 
 KEY, PAGE = "sk-secret-ü", "https://page.example"
@@ -84,6 +85,24 @@ def test_names_of_the_model(here, tmp_path, monkeypatch):
     (tmp_path / "my-model").mkdir()
     assert [served_name(name) for name in ("my-model", "./my-model/")] == ["my-model", "my-model"]
     assert served_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+
+
+def test_a_model_by_its_name(here, monkeypatch):
+    """A hub name has a slash, which some clients encode."""
+    (listed,) = answer(here, "GET", "/v1/models", OK)[2]["data"]
+    assert answer(here, "GET", f"/v1/models/{listed['id']}", OK)[::2] == (200, listed)
+    status, _, body = answer(here, "GET", "/v1/models/other", OK)
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+    assert answer(here, "GET", f"/v1/models/{listed['id']}")[0] == 401
+    monkeypatch.setattr(here.models, "served", "Qwen/Qwen3-8B")
+    for name in ("Qwen/Qwen3-8B", "Qwen%2FQwen3-8B"):
+        assert answer(here, "GET", f"/v1/models/{name}", OK)[2]["id"] == "Qwen/Qwen3-8B"
+
+
+def test_an_empty_name_is_no_name(monkeypatch):
+    monkeypatch.setattr(openai_server, "bind", lambda *_: pytest.fail("it begins to serve"))
+    with pytest.raises(ValueError, match="served_model_name='' is not allowed; leave it out"):
+        openai_server.serve("any", "dense", "127.0.0.1", 0, served_model_name="")
 
 
 def test_an_empty_key_is_no_key(capsys):

@@ -70,6 +70,12 @@ class Answer:
         )
 
 
+def check_model(name: Any, models: Any) -> None:
+    """Raise HTTP 404 unless this is a name of the served model."""
+    if name not in (models.served, models.force_model):
+        raise Refused(404, f"model={shown(name)} is not served; {models.served!r} is", "model", "model_not_found")
+
+
 class _PoolHandler:
     """A mixin for transformers' handlers.
 
@@ -105,9 +111,8 @@ class _PoolHandler:
     def _begin(self, body: dict, request_id: str, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any]) -> Answer:
         """Check a request, make its prompt, and submit it."""
         self._validate_request(body)
-        if body.get("model") not in (None, self._served, self.model_manager.force_model):
-            message = f"model={shown(body['model'])} is not served; {self._served!r} is"
-            raise Refused(404, message, "model", "model_not_found")
+        if body.get("model") is not None:
+            check_model(body["model"], self.model_manager)
         config = self._build_generation_config(body, self._model.generation_config, use_cb=True)
         ids = self._prompt(body)
         stops = config.stop_strings or []

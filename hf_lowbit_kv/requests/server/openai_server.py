@@ -28,7 +28,7 @@ from ..request_loop import RequestLoop
 from ..result import described
 from .clients import Clients, SlowClients
 from .generation_manager import PoolGenerateManager, PoolState
-from .handlers import TOKEN_BYTES, ChatHandler, NotServed, TextHandler
+from .handlers import TOKEN_BYTES, ChatHandler, NotServed, TextHandler, check_model
 from .openai_errors import answer_errors
 
 #: routes that would unload the model while rows run on it, or load another one
@@ -173,6 +173,12 @@ def build_app(
     known = inspect.signature(build_server).parameters  # not every release has all these routes
     app = build_server(models, **{name: x for name, x in handlers.items() if name in known}, generation_state=state)  # type: ignore[arg-type]
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in DROPPED]
+
+    @app.get("/v1/models/{name:path}")  # a hub name has a slash
+    def model_of_this_name(name: str) -> dict[str, Any]:
+        check_model(name, models)
+        return models.list_models()[0]
+
     answer_errors(app)
     max_body_bytes = BODY_BYTES + TOKEN_BYTES * requests.pool.longest
     clients = Clients(app, manager, max_body_bytes, max_open, api_key)
@@ -206,8 +212,8 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Raises:
-        ValueError: the address cannot be listened to, e.g. because another server does. Nothing is loaded then. Or as for
-            `RequestLoop`.
+        ValueError: `served_model_name` is empty, or the address cannot be listened to, e.g. because another server does.
+            Nothing is loaded then. Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
@@ -222,9 +228,11 @@ def serve(
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
+    if served_model_name == "":
+        raise ValueError("served_model_name='' is not allowed; leave it out for the model's hub name or folder")
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(contextlib.closing(each)) for each in bind(host, port)]
-        served = served_model_name or served_name(name)
+        served = served_name(name) if served_model_name is None else served_model_name
         models = OneModel(name, served, device=device, dtype=dtype)
         model, processor = models.load_model_and_processor(models.process_model_name(name))
         tokenizer = getattr(processor, "tokenizer", processor)
