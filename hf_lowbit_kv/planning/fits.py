@@ -241,7 +241,7 @@ def fits(
     memory: str | int = "24GB",
     *,
     rows: int = 1,
-    weights: str | None = None,
+    weights: str | int | None = None,
     presets: Sequence[str] | None = None,
     report: Callable[[str, int, int], None] | None = None,
 ) -> FitTable:
@@ -253,13 +253,14 @@ def fits(
         context: tokens per row, or a text such as `"64k"` (1k is 1024).
         memory: memory of the GPU, in bytes or as `"24GB"`.
         rows: number of sequences at once.
-        weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, e.g. `"5.7GB"`. `None`: as published.
-        presets: names in the order of the result; `None`: all that support the model, the recommended ones first.
+        weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, in bytes or as `"5.7GB"`. `None`: as
+            published.
+        presets: names in the order of the result, at least one; `None`: all that support the model, the recommended ones first.
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
         ValueError: a number, name or size is not allowed, or no preset supports the model.
-        TypeError: `presets` is a text, or `model` is something else.
+        TypeError: `presets` is no list of names, or `model` is something else.
 
     Column `chunk`: activations of 2048 tokens, or the buffer into which attention unpacks, whichever is larger.
     Sliding-window and recurrent layers are counted as transformers allocates them.
@@ -301,14 +302,18 @@ def fits(
     return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model), presets is None)
 
 
-def _weights(shape: Shape, weights: str | None) -> int:
-    if weights is None or weights in WEIGHT_KINDS:
-        return weight_bytes(shape, weights or shape.weights)
+def _weights(shape: Shape, weights: str | int | None) -> int:
+    if weights is None:
+        return weight_bytes(shape, shape.weights)
+    if isinstance(weights, str) and weights in WEIGHT_KINDS:
+        return weight_bytes(shape, weights)
     try:
-        return parse_size(weights)
+        return parse_size(str(weights))
     except ValueError:
-        allowed = ", ".join(WEIGHT_KINDS)
-        raise ValueError(f"weights={weights!r} is not offered; allowed: {allowed}, or a size such as '5.7GB'") from None
+        raise ValueError(
+            f"weights={weights!r} is not offered; allowed: {', '.join(WEIGHT_KINDS)}, a size such as '5.7GB', or a number of "
+            "bytes"
+        ) from None
 
 
 def _preset_memory(
@@ -317,6 +322,12 @@ def _preset_memory(
     """The counters for these presets; without names, for all presets that support the model."""
     if isinstance(presets, str):
         raise TypeError(f"presets={presets!r} is not allowed; it must be a list of names, e.g. [{presets!r}], or None")
+    if presets is not None and not isinstance(presets, Sequence):
+        raise TypeError(f"presets={presets!r} is not allowed; it must be a list of names, or None")
+    if presets is not None and not presets:
+        raise ValueError(
+            f"presets={presets!r} is not allowed; it must have at least one name, or be None for all presets"
+        )
     counters, reasons = dict[str, PresetMemory](), list[ValueError]()
     names = preset_names() if presets is None else presets
     for done, name in enumerate(names):

@@ -29,6 +29,8 @@ QUANTIZED = {
     ("fp8", None): "fp8",
     ("mxfp4", None): "mxfp4",
 }
+#: numbers of a configuration that are at least 1 in every model with attention
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
 
 class Shape(NamedTuple):
@@ -61,8 +63,8 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
 
     Raises:
         TypeError: `model` is none of these.
-        ValueError: the quantization is unknown, the configuration is not that of a causal language model, or the name
-            differs only in case or organization from a known model.
+        ValueError: the quantization is unknown, the configuration is not that of a causal language model or has a size that
+            no model has, or the name differs only in case or organization from a known model.
         OSError: the hub or folder has no such model.
     """
     dtype: torch.dtype | None = None
@@ -87,11 +89,21 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         raise ValueError(
             f"model={name!r} is no causal language model of transformers (model_type={config.model_type!r})"
         )
+    for field in SIZES:
+        size = vars(config).get(field)  # the attribute raises if layers differ
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"model={name!r} has {field}={size} in its configuration; it must be 1 or more")
     weights = weights or _published_as(name, config, dtype)
     dtype = getattr(torch, weights) if WEIGHT_KINDS[weights].everything else dtype or torch.bfloat16
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that do not run here
-        return Shape(name, AutoModelForCausalLM.from_config(config, dtype=dtype), weights, config)
+        try:
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except (ArithmeticError, RuntimeError) as error:
+            raise ValueError(
+                f"model={name!r}: transformers cannot build a model of this configuration: {type(error).__name__}: {error}"
+            ) from error
+        return Shape(name, built, weights, config)
 
 
 def _read_config(name: str) -> PreTrainedConfig:
