@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "transform": ("key_transform", parse_transform),
     "value_transform": ("value_transform", parse_transform),
 }
+#: of a function as `per_layer=`
+SIGNATURE = "(index, config) -> preset, options or None"
 #: the options of layers in `dense_layers`
 DENSE = {"key_format": "dense", "value_format": "dense", "transform": "none", "value_transform": "none"}
 
@@ -64,13 +67,14 @@ def layer_specs(
         raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
     choices = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, model_sides)
     if callable(per_layer):
+        _check_signature(per_layer)
         per_layer_choices = {index: choice for index in model_sides if (choice := per_layer(index, config)) is not None}
     elif per_layer is None or isinstance(per_layer, Mapping):
         per_layer_choices = _by_index("per_layer", per_layer or {}, config, model_sides)
     else:
         raise TypeError(
             f"per_layer={per_layer!r} is not allowed; it must be a mapping from layer indices to presets or options, "
-            "or a function (index, config) -> preset, options or None"
+            f"or a function {SIGNATURE}"
         )
     if doubled := sorted(choices.keys() & per_layer_choices.keys()):
         raise ValueError(f"layers {doubled} are in dense_layers and in per_layer; name each layer once")
@@ -84,6 +88,18 @@ def layer_specs(
             else dataclasses.replace(layer_spec, attention_kind=model_side.attention_kind)
         )
     return by_layer
+
+
+def _check_signature(function: Callable[..., Any]) -> None:
+    """Raise `TypeError` unless the function takes an index and a configuration."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind(0, None)
+    except TypeError as error:
+        raise TypeError(f"per_layer={function!r} is not allowed: {error}; it must be a function {SIGNATURE}") from None
 
 
 def _by_index(

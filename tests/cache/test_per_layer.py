@@ -137,6 +137,14 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ),
         ({"per_layer": {"1": "kv8"}}, TypeError, "per_layer has the index '1'; it must be an integer"),
         ({"per_layer": "kv8"}, TypeError, "per_layer='kv8' is not allowed; it must be a mapping"),
+        *(
+            (
+                {"per_layer": function},
+                TypeError,
+                r"per_layer=<.*> is not allowed: .*function \(index, config\) -> preset",
+            )
+            for function in (lambda index: "int8", lambda: None, lambda index, *, config: None)
+        ),
         ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
         (
             {"per_layer": {2: "eigen-2"}},
