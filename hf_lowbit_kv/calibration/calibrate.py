@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.packed_layers import packed_sizes
-from ..cache.served_models import check_in_memory
+from ..cache.served_models import check_in_memory, longest_text, unwrap
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
 from ..presets import PresetName, get_preset
@@ -53,8 +53,9 @@ def calibrate(
         preset: one or several names or `LayerSpec` objects. Presets share parameters that they have in common.
         samples: number of windows, drawn at random. `None`: 32768 tokens in all on a CPU and 131072 on a GPU, or all
             windows if there are fewer.
-        length: tokens per window. `None`: the default of the presets, 512, or 4096 for `eigen-*`.
-        seed: seed of all random choices.
+        length: tokens per window, at most the context of the model. `None`: the default of the presets, 512, or 4096 for
+            `eigen-*`.
+        seed: seed of all random choices, from 0 to 2**31 - 1.
         per_head: whether each KV head gets its own codebook. `None`: one codebook per layer.
         gradients: whether to compute gradients for presets that weight errors by them (`eigen-*`). The model then reads
             more windows of 1024 tokens, 8 on a CPU or 32 on a GPU. `samples` and `length` limit their number and
@@ -70,9 +71,10 @@ def calibrate(
             (`"reading"`, `"gradients"`, `"fitting"`), the number of its steps done, first 0, and their total.
 
     Raises:
-        ValueError: a preset has no parameters, the texts are too short (the message says how many tokens are needed),
-            keys or values are not finite, or the model's first weights are not in memory.
-        TypeError: the texts are not strings, or the tokenizer is not callable.
+        ValueError: a preset has no parameters, a number is out of range, the texts are too short (the message says how many
+            tokens are needed), keys or values are not finite, or the model's first weights are not in memory.
+        TypeError: the texts are not strings, the tokenizer is not callable, `preset` is no preset, or an option is not
+            `True` or `False`.
         ImportError: faiss is missing, on a CPU.
 
     Example:
@@ -84,13 +86,21 @@ def calibrate(
         raise ValueError(
             f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"
         )
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**31:
+        raise ValueError(f"seed={seed!r} is not allowed; it must be an integer from 0 to 2**31 - 1")
+    if not isinstance(per_head, (bool, type(None))):
+        raise TypeError(f"per_head={per_head!r} is not allowed; it must be True, False or None")
+    for name, flag in (("gradients", gradients), ("attention", attention), ("offload", offload)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}={flag!r} is not allowed; it must be True or False")
     specs = _specs(preset)
     plan = plan_for(model, preset, per_head)
     check_in_memory(model, "windows", "calibrate where the model fits")
     limits = samples, length
     length = min(plan.length, longest_window(model)) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
-    windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes))
+    longest = longest_text(unwrap(model).config)
+    windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes), most=longest)
     gradient_sides = plan.gradient_sides if gradients else {}
     extra = None
     if gradient_sides:
@@ -156,6 +166,8 @@ def plan_for(
 
 
 def _specs(preset: str | LayerSpec | Sequence[str | LayerSpec]) -> dict[str, LayerSpec]:
+    if not isinstance(preset, (str, LayerSpec, Sequence)):
+        raise TypeError(f"preset={preset!r} is not allowed; it must be a name, a LayerSpec, or a list of these")
     choices = [preset] if isinstance(preset, (str, LayerSpec)) else list(preset)
     if not choices:
         raise ValueError("preset=[] is not allowed; name one preset or more")

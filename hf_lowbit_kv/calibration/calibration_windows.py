@@ -71,18 +71,26 @@ class Tokens:
         joined = torch.cat(row) if row else torch.zeros(0, dtype=torch.int64)
         return whole, list(joined[: len(joined) // length * length].view(-1, length))
 
-    def draw(self, samples: int | None, length: int, seed: int, device: str, least: int) -> Windows:
+    def draw(
+        self, samples: int | None, length: int, seed: int, device: str, least: int, most: int | None = None
+    ) -> Windows:
         """Windows for calibration; see `calibrate`. Windows of joined pieces are used only if the others are too few.
 
         Args:
             device: type of the model's device.
             least: smallest allowed `length`.
+            most: tokens of the longest text that the model was made for, if known.
 
         Raises:
             ValueError: a number is not allowed, or the texts are too short.
         """
         check_count("length", length, least, unit="tokens of a window")
         check_count("samples", samples, optional=True, unit="windows")
+        if most is not None and length > most:
+            raise ValueError(
+                f"length={length} is not allowed; it must be at most {most}, the longest text that the model was made for "
+                "(max_position_embeddings and RoPE scaling of its configuration); for more text use more samples"
+            )
         whole, joined = self.windows(length)
         needed = -(-FEWEST_TOKENS // length) if samples is None else samples
         if (available := len(whole) + len(joined)) < needed:

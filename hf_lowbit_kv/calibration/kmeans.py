@@ -62,7 +62,7 @@ def _faiss(x: torch.Tensor, count: int, seed: int, iterations: int) -> torch.Ten
         x.shape[1],
         count,
         niter=iterations,
-        seed=seed,
+        seed=seed % 2**31,  # an int of C++
         min_points_per_centroid=1,
         max_points_per_centroid=MOST_POINTS,
     )

@@ -148,7 +148,9 @@ def test_the_calibration_is_the_same(family):
             return type("Ids", (), {"input_ids": torch.randint(3, 150, (1, 6000), generator=generator)})
 
     options = {"samples": 1, "length": 1024, "progress": False}
-    plain, again = (lb.calibrate(model, Letters(), ["a"], "eigen-2", offload=offload, **options) for offload in (0, 1))
+    plain, again = (
+        lb.calibrate(model, Letters(), ["a"], "eigen-2", offload=offload, **options) for offload in (False, True)
+    )
     assert plain.tensors.keys() == again.tensors.keys()
     assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in plain.tensors.items())
 
