@@ -89,12 +89,13 @@ class PrefixCall:
 
     def _store_ends(self, match: Match) -> None:
         """Store the prompt up to its end, and up to where it diverges from a stored text, usually the end of a system
-        prompt. Native layers can only be restored at such ends."""
+        prompt. Native layers can only be restored at such ends. `generate` reads the last token."""
         assert self.ids is not None
         assert self.mask is not None
         prefill = ChunkedPrefill(self.model, self.cache, self.ids, self.mask)
-        for end in (match.common, self.ids.shape[1] - 1):
-            if end - max(match.tokens, prefill.seen) >= (WORTH_AN_END if end == match.common else 1):
+        last = self.ids.shape[1] - 1
+        for end in (min(match.common, last), last):
+            if end - max(match.tokens, prefill.seen) >= (WORTH_AN_END if end < last else 1):
                 prefill.advance(end - prefill.seen)
                 self.prefixes.add(self.cache, _rows(self.ids[:, :end], self.mask[:, :end]))
 

@@ -156,6 +156,32 @@ def test_models_with_sliding_or_recurrent_layers_match_exact_ends(family):
     assert cached == again.shape[1] - 1
 
 
+LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 2, "intermediate_size_mlp": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("gemma2", {}), ("gpt_oss", {}), ("qwen3_next", {}), ("lfm2", {}), ("llama4_text", LLAMA4)]
+)
+def test_a_prompt_that_is_the_beginning_of_a_stored_text(family, changes):
+    """Native layers have only its end, so it is read again, and from then on it has an end of its own."""
+    ours, _ = tiny_models(family, **changes)
+    long = _text(150, 1)
+    for length in (70, 149):
+        ids, store = long[:, :length], lb.PrefixStore()
+        want = _generate(ours, ids, None)[0]
+        _generate(ours, long, store)
+        for reads in ((0, length), (length - 1, 1)):
+            tokens, *rest = _generate(ours, ids, store)
+            assert torch.equal(tokens, want)
+            assert tuple(rest) == reads
+        store = lb.PrefixStore()
+        with lb.enable(ours, "kivi-4", prefixes=store, **DENSE):
+            ours.generate(long, max_new_tokens=12, **GREEDY)
+            for _ in range(2):
+                assert torch.equal(ours.generate(ids, max_new_tokens=12, **GREEDY), want)
+        assert store.hits == 1
+
+
 def test_sliding_layers_have_only_the_end_of_a_text():
     """Not a place in its window, although packed layers hold that; and not the ends of two texts at once."""
     ours, _ = tiny_models("gemma2")
