@@ -84,6 +84,20 @@ class PrefixStore:
         self._lock = threading.RLock()
         self.hits = self.misses = self.tokens_saved = self.removed = 0
 
+    def __copy__(self) -> PrefixStore:
+        """The same store, also for `copy.deepcopy`: calls of a model and of its copies share texts. Their keys have the
+        weights of the model."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixStore:
+        return self
+
+    def __reduce__(self):
+        raise TypeError(
+            "a PrefixStore cannot be pickled: its texts are on this process's device. Other processes open a PrefixStore "
+            "with the same folder=, which PrefixStore.save writes"
+        )
+
     # ---- contents -------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

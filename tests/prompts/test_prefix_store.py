@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import gc
+import pickle
 import random
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -281,6 +282,26 @@ def test_what_a_cache_does_later_does_not_change_the_store(model):
         tokens, cached, _ = _generate(model, ids, store)
         assert torch.equal(tokens, want)
         assert cached == 199
+
+
+def test_a_copy_of_an_enabled_model_has_the_same_store(model, tmp_path):
+    """Other weights do not match. Only a folder is another process's too."""
+    store, ids = lb.PrefixStore(folder=tmp_path), _text(100, 1)
+    with lb.enable(copy.deepcopy(model), "kivi-4", prefixes=store, **DENSE) as enabled:
+        want = enabled.model.generate(ids, max_new_tokens=4, **GREEDY)
+        copied = copy.deepcopy(enabled.model)
+    assert torch.equal(copied.generate(ids, max_new_tokens=4, **GREEDY), want)
+    assert (len(store), store.hits) == (1, 1)
+    with torch.no_grad():
+        copied.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    copied.generate(ids, max_new_tokens=4, **GREEDY)
+    assert (len(store), store.hits) == (2, 1)
+    assert copy.copy(store) is copy.deepcopy(store) is store
+    with pytest.raises(
+        TypeError, match=r"a PrefixStore cannot be pickled: .* with the same folder=, which PrefixStore.save"
+    ):
+        pickle.dumps(store)
+    assert pickle.loads(pickle.dumps(copied)).generate(ids, max_new_tokens=1, **GREEDY).shape == (1, 101)
 
 
 # ---- room ---------------------------------------------------------------------------------------------------------------
