@@ -209,7 +209,7 @@ def opened(source: str | Path, revision: str | None = None, token: str | bool | 
             open_file = file.open("rb", buffering=0)
             break
         except FileNotFoundError:  # unless another process has replaced both
-            if read_description(path) == description:
+            if read_description(path) == description and not file.exists():
                 raise ValueError(f"{path} names {description['tensors']}, which is not there") from None
     with open_file:
         yield Saved(path, description, open_file)

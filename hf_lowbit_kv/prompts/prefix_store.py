@@ -57,7 +57,8 @@ class PrefixStore:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
             is removed first.
         folder: removed texts are moved here; several stores may share it. `None`: they are dropped. A text that cannot be
-            written, e.g. because the disk is full, is dropped with a warning.
+            written, e.g. because the disk is full, is dropped with a warning. A damaged text is not used and causes a
+            warning.
         max_folder_bytes: limit for the files; `None`: no limit.
 
     Raises:

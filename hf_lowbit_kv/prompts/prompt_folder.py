@@ -1,6 +1,7 @@
 """Texts of a prefix store in files: a folder for each, which several stores and processes may share.
 
-A folder appears under its name when it is complete, and loses its name before it is removed.
+A folder appears under its name when it is complete, and loses its name before it is removed. A text whose tensors are
+damaged is removed. One that cannot be read now stays. Both cause a warning, once for each text.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import secrets
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ MOST_REMEMBERED = 10_000
 
 class PromptFolder:
     """A folder of texts. Each text is a saved cache in its own subfolder. Texts that another process removes or
-    replaces meanwhile are treated as missing.
+    replaces meanwhile are missing, without a warning.
 
     Args:
         limit: bytes of all files; the least recently used are removed first. `None`: no limit.
@@ -36,6 +38,7 @@ class PromptFolder:
     def __init__(self, path: Path, limit: int | None):
         self.path, self.limit = path, limit
         self._read: ReadOnce[tuple[str, torch.Tensor]] = ReadOnce(MOST_REMEMBERED)
+        self._warned_of = set[Path]()
         if path.exists() and not path.is_dir():
             raise NotADirectoryError(f"folder={str(path)!r} is a file; texts are kept in a folder: give another name")
         path.mkdir(parents=True, exist_ok=True)
@@ -46,11 +49,20 @@ class PromptFolder:
     def _descriptions(self) -> list[Path]:
         return sorted(self.path.glob(f"prompt-*/{saved_cache.FILE_NAME}"))
 
+    def _warn(self, path: Path, problem: str, error: Exception) -> None:
+        """Warn, once for each text. path: of its description."""
+        if path not in self._warned_of:
+            self._warned_of.add(path)
+            warnings.warn(f"the text {str(path.parent)!r} of a PrefixStore {problem}: {error}", stacklevel=2)
+
     def _text(self, path: Path) -> tuple[str, torch.Tensor]:
-        """Seed and ids of a text. Raises `ValueError` if the file is damaged, `OSError` if it is gone."""
+        """Seed and ids of a text. Raises `ValueError` if the file is damaged, `FileNotFoundError` if it is gone, and `OSError`
+        if it cannot be read."""
 
         def read() -> tuple[str, torch.Tensor]:
             more = saved_cache.read_description(path)["more"]
+            if not {"seed", "ids"} <= set(more):
+                raise ValueError(f"{path} is a saved cache, and no text of a PrefixStore")
             return more["seed"], torch.tensor(more["ids"], dtype=torch.int64)
 
         return self._read.get(path, read)
@@ -59,41 +71,54 @@ class PromptFolder:
         """File and ids of each text with this seed, the most recently used first."""
         by_time = []
         for path in self._descriptions():
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            try:
                 own_seed, ids = self._text(path)
                 if own_seed == seed:
                     by_time.append((path.stat().st_mtime_ns, path, ids))
+            except FileNotFoundError:  # another store has removed it
+                continue
+            except (OSError, ValueError) as error:
+                self._warn(path, "cannot be used", error)
         return [(path, ids) for _, path, ids in sorted(by_time, key=lambda each: -each[0])]
 
     def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int = 0) -> KeptPrompt | None:
-        """Read the text that has the longest common prefix with these ids. `None` if no more than `more_than` tokens, or as for
-        `read`."""
+        """Read the text that has the longest common prefix with these ids, of those that can be read. `None` if no text has
+        more than `more_than` tokens in common."""
         matches = [(common_prefix(own_ids, ids), path) for path, own_ids in self.texts(seed)]
-        tokens, path = max(matches, key=lambda each: each[0], default=(0, self.path))
-        return self.read(path, device) if tokens > more_than else None
+        for tokens, path in sorted(matches, key=lambda each: -each[0]):
+            if tokens <= more_than:
+                break
+            if (prompt := self.read(path, device)) is not None:
+                return prompt
+        return None
 
     def read(self, path: Path, device: torch.device) -> KeptPrompt | None:
-        """Read a text. `None` if its files are gone or damaged (damaged ones are removed)."""
+        """Read a text. `None` if its files are gone, cannot be read, or are damaged (damaged ones are removed)."""
         try:
-            with saved_cache.opened(path) as saved:
+            with saved_cache.opened(path.absolute()) as saved:  # a relative one may look like a hub repository
                 prompt = _prompt_of(saved.description, saved.tensors(device))
         except FileNotFoundError:  # another store has removed it, and may be writing it again: nothing to clean up
             return None
-        except (OSError, ValueError):
+        except OSError as error:  # of the disk or the system; the text may be whole
+            self._warn(path, "cannot be read now", error)
+            return None
+        except ValueError as error:
             self._remove(path.parent)
+            self._warn(path, "is damaged, and is removed", error)
             return None
         with contextlib.suppress(OSError):
             path.touch()
         return prompt
 
     def save(self, prompt: KeptPrompt) -> None:
-        """Write a text, then remove the oldest texts beyond the limit. Raises `OSError` if it cannot be written."""
+        """Write a text, then remove the oldest texts beyond the limit. Raises `OSError` if it cannot be written, or is there
+        and cannot be read."""
         name = hashlib.blake2b(prompt.seed.encode() + prompt.ids.numpy().tobytes(), digest_size=16).hexdigest()
         folder = self.path / f"prompt-{name}"
         more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}
         try:
             self._text(folder / saved_cache.FILE_NAME)
-        except (OSError, ValueError, KeyError):  # it is not there, or damaged, so that nothing would find it
+        except (FileNotFoundError, ValueError):  # it is not there, or damaged, so that nothing would find it
             self._remove(folder)
             self._write(folder, prompt, more)
         with contextlib.suppress(OSError):

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import errno
 import gc
+import os
 import pickle
 import random
 import resource
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -486,7 +488,10 @@ def test_a_damaged_text_is_written_again(model, tmp_path):
     _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))
     (description,) = tmp_path.glob("prompt-*/*.json")
     description.write_text("{}")
-    assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 0
+    with pytest.warns(
+        UserWarning, match=f"the text '{description.parent}' of a PrefixStore cannot be used: .* altered"
+    ):
+        assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 0
     assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 99
 
 
@@ -537,8 +542,55 @@ def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
             elif change != "leave":
                 flipped = content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
                 path.write_bytes(content[:at] if change == "cut" else flipped)
-        for seed, tokens in want.items():
-            assert torch.equal(_generate(model, _text(100, seed), store, 4)[0], tokens)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for seed, tokens in want.items():
+                assert torch.equal(_generate(model, _text(100, seed), store, 4)[0], tokens)
+        texts = [str(warning.message).split("'")[1] for warning in caught]
+        assert len(texts) == len(set(texts)), "one for each text"
+        assert {Path(text).parent for text in texts} <= {tmp_path}
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+@pytest.mark.parametrize("file", ["*.json", "*.safetensors"])
+def test_a_text_that_cannot_be_read_now_stays(model, tmp_path, monkeypatch, file, damaged):
+    """A damaged one goes, at the latest when it is written again. Each causes one warning, and the next best text is used."""
+    ids, store = _text(100, 1), lb.PrefixStore(folder=tmp_path)
+    longer, read_text, preadv = torch.cat([ids, _text(40, 2)], dim=1), Path.read_text, os.preadv
+    _generate(model, ids, store, 1)
+    store.save()
+    (path,) = tmp_path.glob(f"prompt-*/{file}")
+    content = path.read_bytes()
+    _generate(model, torch.cat([ids[:, :70], _text(40, 3)], dim=1), store, 1)
+    store.save()
+
+    def fail(where):
+        if str(path) == str(where) or (isinstance(where, int) and os.path.samestat(os.fstat(where), path.stat())):
+            raise OSError(errno.EIO, "Input/output error")
+
+    other, want = lb.PrefixStore(folder=tmp_path), _generate(model, longer, None)[0]
+    cache = lb.from_preset("kivi-4", model, **DENSE)
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if damaged:
+            path.write_bytes(content[:-9] + b"damaged!!")
+        else:
+            patch.setattr(Path, "read_text", lambda self, *args, **more: fail(self) or read_text(self, *args, **more))
+            patch.setattr(os, "preadv", lambda file, *args: fail(file) or preadv(file, *args))
+        assert other.find(cache, [longer[0]]).tokens == 70
+        tokens, cached, _ = _generate(model, longer, other)
+        assert torch.equal(tokens, want)
+        assert cached == 70
+        if not damaged and file == "*.json":
+            with pytest.raises(OSError, match="Input/output error"):
+                store.save()
+    (warning,) = caught
+    assert f"the text '{path.parent}' of a PrefixStore" in str(warning.message)
+    assert path.exists() == (not damaged or file == "*.json")
+    if damaged:
+        store.save()
+    assert path.read_bytes() == content
+    assert lb.PrefixStore(folder=tmp_path).find(cache, [longer[0]]).tokens == 100
 
 
 def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
