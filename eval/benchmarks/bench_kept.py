@@ -110,7 +110,7 @@ def _caches(model: Any, preset: str, tokens: int, repeats: int, record: Callable
         (file,) = Path(folder).glob("*.safetensors")
         raw = _median(model.device, repeats, lambda: _raw(file, model.device))
         restore = _median(model.device, repeats, lambda: lb.LowBitCache.from_pretrained(folder, model))
-        looked = _median(model.device, repeats, lambda: fingerprint_of(model))
+        looked = _median(model.device, repeats, lambda: fingerprint_of(model, "a benchmark"))
         with saved_cache.opened(folder) as saved:
             read = _median(model.device, repeats, lambda: saved.tensors(model.device))
         parts = {"raw_seconds": raw, "fingerprint_seconds": looked, "read_seconds": read}

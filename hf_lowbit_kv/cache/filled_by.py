@@ -73,7 +73,7 @@ class ModelSnapshot(Unstamped):
             others = [(name, x) for name, x in model.named_modules() if id(x) not in inside]
             self.others = adapters_in(others)
             tensors |= _weights(others, model)
-        self._samples = Samples(tensors, skip_offloaded=True)
+        self._samples = Samples(tensors)
         self._dtypes = {name: x.dtype for name, x in tensors.items()}
 
     def knows(self, module: torch.nn.Module) -> bool:

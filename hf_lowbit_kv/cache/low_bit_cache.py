@@ -366,8 +366,8 @@ class LowBitCache(Cache, PushToHubMixin):
             push_to_hub: also upload, as models do; `repo_id`, `token`, `private`, `commit_message` may follow.
 
         Raises:
-            ValueError: the cache was made from a configuration, its model is gone, another model or adapter filled it, or it
-                belongs to tensor parallelism.
+            ValueError: the cache was made from a configuration, its model is gone or has offloaded weights, another model or
+                adapter filled it, or it belongs to tensor parallelism.
             RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written,
                 or a file has the name of the folder.
         """
@@ -375,6 +375,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
+        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"))
         if push_to_hub:
             from huggingface_hub import create_repo
 
@@ -382,7 +383,7 @@ class LowBitCache(Cache, PushToHubMixin):
             repo = create_repo(kwargs.get("repo_id", folder.name), exist_ok=True, **options).repo_id
             folder.mkdir(parents=True, exist_ok=True)
             stamps = self._get_files_timestamps(folder) | {saved_cache.LOCK_NAME: math.inf}
-        saved_cache.write(folder, cache_contents.take(self), saved_cache.header_of(self, fingerprint_of(model)))
+        saved_cache.write(folder, cache_contents.take(self), header)
         if push_to_hub:
             message, token = kwargs.get("commit_message"), kwargs.get("token")
             self._upload_modified_files(folder, repo, stamps, commit_message=message, token=token)

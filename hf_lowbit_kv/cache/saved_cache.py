@@ -267,7 +267,7 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def check_model(description: Mapping[str, Any], model: Any, path: Path) -> None:
     """Raise `ValueError` if the cache was saved for another model. The message names the difference."""
-    if (reason := difference(description["fingerprint"], fingerprint_of(model))) is not None:
+    if (reason := difference(description["fingerprint"], fingerprint_of(model, "a saved cache"))) is not None:
         raise ValueError(f"{path} was saved for another model: {reason}")
     if description["layers"] and "positions" not in description and keeps_positions(model):
         raise ValueError(

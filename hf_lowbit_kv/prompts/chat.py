@@ -346,7 +346,7 @@ class Chat:
             "options": self.options,
             "finish_reason": self.finish_reason,
         }
-        header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model)))
+        header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
         saved_cache.write(Path(folder), cache_contents.take(self.cache), header, {"chat": fields})
 
     @classmethod

@@ -279,7 +279,7 @@ class PrefixStore:
             read: tokens of the text that is read; some models' rotary embeddings depend on it.
         """
         model = cache.model.get("looked up")
-        fingerprint = fingerprint_of(model)
+        fingerprint = fingerprint_of(model, "prefixes=")
         rope = length_rope(model)
         identity: dict[str, Any] = {"model": fingerprint_digest(fingerprint), "layers": cache_contents.kind_of(cache)}
         identity |= {} if rope is None else {"rope": rope.beyond(read)}

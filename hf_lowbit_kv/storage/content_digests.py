@@ -45,9 +45,12 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 @torch.no_grad()
-def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
+def fingerprint_of(model: torch.nn.Module, use: str) -> dict[str, Any]:
     """The fingerprint of a transformers model: its configuration, dtype, active adapters, and a digest of sampled
     numbers of each parameter and persistent buffer. Waits for the device.
+
+    Args:
+        use: what needs the fingerprint, for the error message.
 
     Raises:
         ValueError: a parameter's numbers are not in memory (offloaded).
@@ -61,7 +64,7 @@ def fingerprint_of(model: torch.nn.Module) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": _stripped(config),
         "adapters": adapters_in(_once(modules)),
-        "parameters": Samples(dict(_named_tensors(modules))).digests(),
+        "parameters": Samples(dict(_named_tensors(modules)), use).digests(),
     }
 
 
@@ -148,19 +151,22 @@ def _named_tensors(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[t
                 yield f"{prefix}.{name}", buffer
 
 
-def _plain(name: str, tensor: torch.Tensor, skip_offloaded: bool) -> Iterator[torch.Tensor]:
+def _plain(name: str, tensor: torch.Tensor, use: str | None) -> Iterator[torch.Tensor]:
     """The tensors that a tensor subclass consists of, or the tensor itself; for quantized tensors also the tensors in
     their attributes."""
     if hasattr(tensor, "__tensor_flatten__"):
         inner = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])
         for part in inner:
             if isinstance(part, torch.Tensor):  # a shard also names its mesh
-                yield from _plain(name, part, skip_offloaded)
+                yield from _plain(name, part, use)
         return
     if tensor.device.type == "meta":
-        if skip_offloaded:
+        if use is None:
             return
-        raise ValueError(f"the numbers of {name} are not in memory (offloaded), so the model cannot be identified")
+        raise ValueError(
+            f"the numbers of {name} are not in memory (offloaded), and {use} identifies the model by them. Keep all weights "
+            f"in memory (device_map=), or do without {use}"
+        )
     yield tensor
     state = getattr(tensor, "quant_state", None)  # bitsandbytes
     yield from (x for x in vars(state).values() if isinstance(x, torch.Tensor)) if state is not None else ()
@@ -171,18 +177,18 @@ class Samples:
 
     Args:
         tensors: by name.
-        skip_offloaded: leave out tensors whose numbers are not in memory.
+        use: what needs the numbers of all tensors, for the error message. `None`: those that are not in memory are left out.
 
     Raises:
         ValueError: a tensor's numbers are not in memory.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], skip_offloaded: bool = False):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], use: str | None = None):
         samples: dict[tuple, list[torch.Tensor]] = {}
         # by name, for each part of a tensor: dtype and device, number of samples, dtype and shape of the part
         self._parts: dict[str, list[tuple[tuple, int, torch.dtype, torch.Size]]] = {}
         for name, tensor in tensors.items():
-            for part in _plain(name, tensor, skip_offloaded):
+            for part in _plain(name, tensor, use):
                 flat = part.detach().reshape(-1)
                 step = max(flat.numel() // (SAMPLED + 1), 1) | 1  # odd: not one column of a matrix only
                 sample = flat[: SAMPLED * step : step]

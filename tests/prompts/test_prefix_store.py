@@ -672,6 +672,21 @@ def test_bad_arguments(arguments, message):
         lb.PrefixStore(**arguments)
 
 
+def test_offloaded_weights_are_refused_by_name(model, tmp_path):
+    """They may be others than those that read a text. Nothing is kept and no folder is made."""
+    offloaded, store, ids = copy.deepcopy(model), lb.PrefixStore(), _text(40, 1)
+    out = lb.generate(offloaded, ids, "kivi-4", 2, max_cache_len=60, return_dict_in_generate=True, **GREEDY)
+    offloaded.lm_head.to("meta")
+    reason = r"the numbers of lm_head\.weight are not in memory \(offloaded\), and {0} .* or do without {0}$"
+    with pytest.raises(ValueError, match=reason.format("prefixes=")):
+        lb.generate(offloaded, ids, "kivi-4", 2, prefixes=store, **GREEDY)
+    with lb.enable(offloaded, "kivi-4", prefixes=store), pytest.raises(ValueError, match=reason.format("prefixes=")):
+        offloaded.generate(ids, max_new_tokens=2, **GREEDY)
+    with pytest.raises(ValueError, match=reason.format("a saved cache")):
+        out.past_key_values.save_pretrained(tmp_path / "cache")
+    assert (len(store), [*tmp_path.iterdir()]) == (0, [])
+
+
 def test_sizes():
     assert lb.PrefixStore("8GB").max_bytes == 8 * 10**9
     assert prefix_store.PrefixStore(5).max_bytes == 5
