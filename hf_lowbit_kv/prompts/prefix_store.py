@@ -55,7 +55,7 @@ class PrefixStore:
 
     Args:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text
-            is removed first.
+            is removed first. Without a folder, the first text that is larger causes a warning.
         folder: removed texts are moved here; several stores may share it. `None`: they are dropped. A text that cannot be
             written, e.g. because the disk is full, is dropped with a warning. A damaged text is not used and causes a
             warning.
@@ -84,6 +84,7 @@ class PrefixStore:
         self._prompts: list[KeptPrompt] = []  # the most recently used text comes last
         self._lock = threading.RLock()
         self.hits = self.misses = self.tokens_saved = self.removed = 0
+        self._warned_of_size = False
 
     def __copy__(self) -> PrefixStore:
         """The same store, also for `copy.deepcopy`: calls of a model and of its copies share texts. Their keys have the
@@ -318,6 +319,13 @@ class PrefixStore:
             oldest = next((prompt for prompt in self._prompts if prompt not in keep), None)
             if oldest is None:
                 return
+            if len(self) == 1 and self._folder is None and not self._warned_of_size:
+                self._warned_of_size = True
+                warnings.warn(
+                    f"a text of {len(oldest.ids)} tokens takes {self.nbytes} bytes and is not kept: max_bytes={self.max_bytes} "
+                    "is too small for it. Give PrefixStore a larger max_bytes=, or a folder=",
+                    stacklevel=2,
+                )
             self._prompts.remove(oldest)
             self.removed += 1
             if self._folder is not None:

@@ -320,9 +320,25 @@ def test_the_least_recently_used_text_goes_first(model):
     assert store.nbytes <= 2.5 * one
     for seed, cached in ((1, 99), (3, 99), (2, 0)):
         assert _generate(model, _text(100, seed), store)[1] == cached
-    small = lb.PrefixStore(one // 2)
-    _generate(model, _text(100, 1), small)
-    assert (len(small), small.nbytes) == (0, 0)
+
+
+def test_a_text_that_is_larger_than_the_store(model, tmp_path):
+    """One warning, unless a folder takes it."""
+    store = lb.PrefixStore()
+    _generate(model, _text(100, 1), store)
+    one = store.nbytes
+    small = lb.PrefixStore(one - 1)
+    with pytest.warns(
+        UserWarning, match=f"of 111 tokens takes {one} bytes and is not kept: max_bytes={one - 1} is too small"
+    ):
+        _generate(model, _text(100, 1), small)
+    _generate(model, _text(100, 2), small)
+    assert (len(small), small.nbytes, small.removed) == (0, 0, 2)
+    _generate(model, _text(100, 1), lb.PrefixStore(1, folder=tmp_path))
+    exact = lb.PrefixStore(one)
+    for seed in (1, 2):
+        _generate(model, _text(100, seed), exact)
+    assert (len(exact), exact.removed) == (1, 1)
 
 
 def test_a_text_whose_beginning_was_used_stays(model):
