@@ -1,30 +1,17 @@
 """The prefix store: texts that are not read again, and tokens that are those of a call without it."""
 
-import contextlib
 import copy
-import errno
 import gc
-import os
 import pickle
-import random
-import resource
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from cases import SMALL_PAGES, Counted, read, tiny_models
 from generation_cases import GREEDY
-from processes import at_once
+from prefix_cases import DENSE, generated, text
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache import saved_cache
 from hf_lowbit_kv.prompts import prefix_store
-from hf_lowbit_kv.prompts.prompt_folder import PromptFolder
-
-DENSE = {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}
 
 
 @pytest.fixture(scope="module")
@@ -32,50 +19,39 @@ def model():
     return tiny_models("llama")[0]
 
 
-def _generate(model, ids, store, new=12, **options):
-    options = {"max_new_tokens": new, "cache_options": DENSE, "return_dict_in_generate": True, **GREEDY, **options}
-    with Counted(model) as counted:
-        out = lb.generate(model, ids, "kivi-4", prefixes=store, **options)
-    return out.sequences, out.past_key_values.cached_tokens, counted.tokens - (new - 1)
-
-
-def _text(count, seed):
-    return torch.randint(3, 160, (1, count), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.host
 def test_a_shared_beginning_is_read_once(model):
     """100 tokens in common: the last 32 of them are read again, and pages end at 64."""
     store = lb.PrefixStore("1GB")
-    system = _text(100, 1)
+    system = text(100, 1)
     for turn in range(3):
-        ids = torch.cat([system, _text(130, 10 + turn)], dim=1)
-        tokens, cached, count = _generate(model, ids, store)
-        assert torch.equal(tokens, _generate(model, ids, None)[0])
+        ids = torch.cat([system, text(130, 10 + turn)], dim=1)
+        tokens, cached, count = generated(model, ids, store)
+        assert torch.equal(tokens, generated(model, ids, None)[0])
         assert (cached, count) == ((0, 230) if turn == 0 else (64, 166))
     assert (store.hits, store.misses, store.tokens_saved, len(store)) == (2, 1, 128, 3)
     assert "3 texts" in repr(store)
     store.clear()
     assert (len(store), store.nbytes) == (0, 0)
-    assert _generate(model, ids, store)[1] == 0
+    assert generated(model, ids, store)[1] == 0
 
 
 @pytest.mark.host
 def test_a_text_that_goes_on_and_one_that_comes_again(model):
     """A further turn sends only new tokens; the same prompt sends its last token."""
     store = lb.PrefixStore()
-    ids = _text(90, 1)
-    first, *_ = _generate(model, ids, store)
-    again, cached, count = _generate(model, ids, store)
+    ids = text(90, 1)
+    first, *_ = generated(model, ids, store)
+    again, cached, count = generated(model, ids, store)
     assert torch.equal(again, first)
     assert (cached, count) == (89, 1)
-    turn = torch.cat([first, _text(9, 2)], dim=1)
-    tokens, cached, count = _generate(model, turn, store)
-    assert torch.equal(tokens, _generate(model, turn, None)[0])
+    turn = torch.cat([first, text(9, 2)], dim=1)
+    tokens, cached, count = generated(model, turn, store)
+    assert torch.equal(tokens, generated(model, turn, None)[0])
     assert (cached, count) == (first.shape[1] - 1, 10)
     assert len(store) == 1  # it continues from the first
-    short, cached, count = _generate(model, ids[:, :50], store)
-    assert torch.equal(short, _generate(model, ids[:, :50], None)[0])
+    short, cached, count = generated(model, ids[:, :50], store)
+    assert torch.equal(short, generated(model, ids[:, :50], None)[0])
     assert cached + count == 50
 
 
@@ -83,11 +59,11 @@ def test_a_text_that_goes_on_and_one_that_comes_again(model):
 def test_packed_presets(model, preset):
     """A text that continues from an exact end has the tokens of a call that continues with the cache."""
     options = {"max_new_tokens": 12, "return_dict_in_generate": True, **GREEDY}
-    store, ids = lb.PrefixStore(), _text(300, 1)
+    store, ids = lb.PrefixStore(), text(300, 1)
     first = lb.generate(
         model, ids, preset, prefixes=store, cache_options={"page_size": 32}, max_cache_len=600, **options
     )
-    turn = torch.cat([first.sequences, _text(20, 2)], dim=1)
+    turn = torch.cat([first.sequences, text(20, 2)], dim=1)
     stored = lb.generate(model, turn, preset, prefixes=store, cache_options={"page_size": 32}, **options)
     assert stored.past_key_values.cached_tokens == first.sequences.shape[1] - 1
     assert torch.equal(
@@ -96,12 +72,12 @@ def test_packed_presets(model, preset):
 
 
 def test_rows_take_the_shortest_match(model):
-    store, system = lb.PrefixStore(), _text(150, 1)
-    rows = [torch.cat([system[:, :keep], _text(200 - keep, keep)], dim=1) for keep in (150, 100)]
-    _generate(model, system, store)
+    store, system = lb.PrefixStore(), text(150, 1)
+    rows = [torch.cat([system[:, :keep], text(200 - keep, keep)], dim=1) for keep in (150, 100)]
+    generated(model, system, store)
     ids = torch.cat(rows)
-    tokens, cached, count = _generate(model, ids, store)
-    assert torch.equal(tokens, _generate(model, ids, None)[0])
+    tokens, cached, count = generated(model, ids, store)
+    assert torch.equal(tokens, generated(model, ids, None)[0])
     assert (cached, count) == (64, 136)
     stored = {prompt.ids.shape[0] for prompt in store._prompts}
     assert stored == {161, 211}
@@ -109,11 +85,11 @@ def test_rows_take_the_shortest_match(model):
 
 @pytest.mark.host
 def test_padded_rows_of_different_lengths(model):
-    store, system = lb.PrefixStore(), _text(110, 1)
-    _generate(model, torch.cat([system, _text(130, 5)], dim=1), store)
+    store, system = lb.PrefixStore(), text(110, 1)
+    generated(model, torch.cat([system, text(130, 5)], dim=1), store)
     ids, mask = torch.zeros(3, 150, dtype=torch.long), torch.zeros(3, 150, dtype=torch.long)
     for row, length in enumerate((150, 130, 141)):
-        ids[row, 150 - length :] = torch.cat([system, _text(length - 110, 20 + row)], dim=1)[0]
+        ids[row, 150 - length :] = torch.cat([system, text(length - 110, 20 + row)], dim=1)[0]
         mask[row, 150 - length :] = 1
     options = {"attention_mask": mask}
     with_logits = {"cache_options": DENSE, "return_dict_in_generate": True, "output_logits": True, **options, **GREEDY}
@@ -127,9 +103,9 @@ def test_padded_rows_of_different_lengths(model):
     assert (got.past_key_values.cached_tokens, counted.tokens - 11) == (64, 86)
     # what they left is what each one leaves in its own store
     for row, length in enumerate((150, 130, 141)):
-        turn = torch.cat([tokens[row : row + 1, 150 - length :], _text(5, 9)], dim=1)
-        again, cached, _ = _generate(model, turn, store)
-        assert torch.equal(again, _generate(model, turn, None)[0])
+        turn = torch.cat([tokens[row : row + 1, 150 - length :], text(5, 9)], dim=1)
+        again, cached, _ = generated(model, turn, store)
+        assert torch.equal(again, generated(model, turn, None)[0])
         assert cached == length + 11
     # and crop counts their padding
     out = lb.generate(
@@ -143,19 +119,19 @@ def test_padded_rows_of_different_lengths(model):
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen3_next", "jamba", "lfm2"])
 def test_models_with_sliding_or_recurrent_layers_match_exact_ends(family):
     ours, _ = tiny_models(family)
-    store, system = lb.PrefixStore(), _text(100, 1)
-    texts = [torch.cat([system, _text(30, seed)], dim=1) for seed in (5, 6, 7)]
+    store, system = lb.PrefixStore(), text(100, 1)
+    texts = [torch.cat([system, text(30, seed)], dim=1) for seed in (5, 6, 7)]
     for number, ids in enumerate(texts):
-        tokens, cached, count = _generate(ours, ids, store)
-        assert torch.equal(tokens, _generate(ours, ids, None)[0])
+        tokens, cached, count = generated(ours, ids, store)
+        assert torch.equal(tokens, generated(ours, ids, None)[0])
         # the second one shows where they part; from then on that is an end
         assert (cached, count) == ((100, 30) if number == 2 else (0, 130))
-    again, cached, count = _generate(ours, texts[0], store)
+    again, cached, count = generated(ours, texts[0], store)
     assert (cached, count) == (129, 1)
-    turn = torch.cat([again, _text(9, 2)], dim=1)
+    turn = torch.cat([again, text(9, 2)], dim=1)
     mask = torch.ones_like(turn)  # an answer may have the id of padding in it
-    tokens, cached, _ = _generate(ours, turn, store, attention_mask=mask)
-    assert torch.equal(tokens, _generate(ours, turn, None, attention_mask=mask)[0])
+    tokens, cached, _ = generated(ours, turn, store, attention_mask=mask)
+    assert torch.equal(tokens, generated(ours, turn, None, attention_mask=mask)[0])
     assert cached == again.shape[1] - 1
 
 
@@ -168,13 +144,13 @@ LLAMA4 = {"num_hidden_layers": 4, "num_local_experts": 2, "intermediate_size_mlp
 def test_a_prompt_that_is_the_beginning_of_a_stored_text(family, changes):
     """Native layers have only its end, so it is read again, and from then on it has an end of its own."""
     ours, _ = tiny_models(family, **changes)
-    long = _text(150, 1)
+    long = text(150, 1)
     for length in (70, 149):
         ids, store = long[:, :length], lb.PrefixStore()
-        want = _generate(ours, ids, None)[0]
-        _generate(ours, long, store)
+        want = generated(ours, ids, None)[0]
+        generated(ours, long, store)
         for reads in ((0, length), (length - 1, 1)):
-            tokens, *rest = _generate(ours, ids, store)
+            tokens, *rest = generated(ours, ids, store)
             assert torch.equal(tokens, want)
             assert tuple(rest) == reads
         store = lb.PrefixStore()
@@ -188,19 +164,19 @@ def test_a_prompt_that_is_the_beginning_of_a_stored_text(family, changes):
 def test_sliding_layers_have_only_the_end_of_a_text():
     """Not a place in its window, although packed layers hold that; and not the ends of two texts at once."""
     ours, _ = tiny_models("gemma2")
-    store, texts = lb.PrefixStore(), [_text(100, 1), _text(108, 2)]
+    store, texts = lb.PrefixStore(), [text(100, 1), text(108, 2)]
     for ids in texts:
-        _generate(ours, ids, store, 1)
-    parted = torch.cat([texts[0][:, :98], _text(30, 3)], dim=1)
+        generated(ours, ids, store, 1)
+    parted = torch.cat([texts[0][:, :98], text(30, 3)], dim=1)
     cache = lb.from_preset("kivi-4", ours, **DENSE)
     assert store.find(cache, [parted[0]]) == (0, 98, None)
-    longer = [torch.cat([ids, _text(9, 4)], dim=1)[0] for ids in texts]
+    longer = [torch.cat([ids, text(9, 4)], dim=1)[0] for ids in texts]
     assert [store.find(cache, [ids]).tokens for ids in longer] == [100, 108]
     assert store.find(cache, longer).tokens == 0
     # so a text is kept beside those that it continues, and those that continue it
     for ids in (longer[0][None], texts[0][:, :60]):
         before = len(store)
-        _generate(ours, ids, store, 1)
+        generated(ours, ids, store, 1)
         assert len(store) > before
     ends = {tuple(prompt.ids.tolist()) for prompt in store._prompts}
     assert {tuple(ids.flatten().tolist()) for ids in (texts[0], longer[0], texts[0][:, :60])} <= ends
@@ -209,22 +185,22 @@ def test_sliding_layers_have_only_the_end_of_a_text():
 def test_a_place_in_the_window_of_a_text(model):
     """No page is read again. Two rows begin there with one text, and with two texts that do not have the same length at a
     page."""
-    store, ids = lb.PrefixStore(), _text(100, 1)
-    longer = torch.cat([ids, _text(8, 2)], dim=1)
+    store, ids = lb.PrefixStore(), text(100, 1)
+    longer = torch.cat([ids, text(8, 2)], dim=1)
     for each in (ids, longer.flip(1)):
-        _generate(model, each, store, 1)
+        generated(model, each, store, 1)
     cache = lb.from_preset("kivi-4", model, **DENSE)
-    rows = [torch.cat([ids[0, :98], _text(30, seed)[0]]) for seed in (3, 4)]
+    rows = [torch.cat([ids[0, :98], text(30, seed)[0]]) for seed in (3, 4)]
     assert store.find(cache, rows).tokens == 98
-    rows[1] = torch.cat([longer.flip(1)[0, :107], _text(30, 5)[0]])
+    rows[1] = torch.cat([longer.flip(1)[0, :107], text(30, 5)[0]])
     assert store.find(cache, rows).tokens == 64
 
 
 def test_a_text_that_another_one_saves_reading_is_no_hit(model):
     """A pool may know more tokens of a text than the store does."""
-    store, ids = lb.PrefixStore(), _text(100, 1)
-    _generate(model, ids, store, 1)
-    cache, longer = lb.from_preset("kivi-4", model, **DENSE), torch.cat([ids, _text(9, 2)], dim=1)[0]
+    store, ids = lb.PrefixStore(), text(100, 1)
+    generated(model, ids, store, 1)
+    cache, longer = lb.from_preset("kivi-4", model, **DENSE), torch.cat([ids, text(9, 2)], dim=1)[0]
     before = store.hits, store.misses
     for known in (100, 128):
         assert store.find(cache, [longer], known=known).contents is None
@@ -234,11 +210,11 @@ def test_a_text_that_another_one_saves_reading_is_no_hit(model):
 
 
 def test_rows_of_another_length_are_not_kept(model):
-    store, ids = lb.PrefixStore(), _text(90, 1)
+    store, ids = lb.PrefixStore(), text(90, 1)
     cache = lb.from_preset("kivi-4", model, max_cache_len=200, **DENSE)
     read(model, cache, ids)
-    for text in (ids[0, :80], ids[0, :0], _text(91, 1)[0]):
-        store.add(cache, [text])
+    for other in (ids[0, :80], ids[0, :0], text(91, 1)[0]):
+        store.add(cache, [other])
     assert len(store) == 0
     store.add(cache, [ids[0]])
     assert len(store) == 1
@@ -249,11 +225,11 @@ def test_rows_of_another_length_are_not_kept(model):
 def test_enabled_models(model, sequences):
     """Growing caches read the store's pages where they lie."""
     model = copy.deepcopy(model)
-    store, system = lb.PrefixStore(), _text(100, 1)
+    store, system = lb.PrefixStore(), text(100, 1)
     options = {"max_new_tokens": 12, "num_return_sequences": sequences, "pad_token_id": 0}
     options |= {"do_sample": sequences > 1}
     for turn in range(3):
-        ids = torch.cat([system, _text(130, 10 + turn)], dim=1)
+        ids = torch.cat([system, text(130, 10 + turn)], dim=1)
         found = []
         for prefixes in (store, None):
             with lb.enable(model, "kivi-4", prefixes=prefixes, **DENSE), Counted(model) as counted:
@@ -269,26 +245,26 @@ def test_enabled_models(model, sequences):
 
 def test_what_a_cache_does_later_does_not_change_the_store(model):
     """Growing caches that hold a stored prefix are cropped, emptied and filled again."""
-    store, ids = lb.PrefixStore(), _text(200, 1)
-    want, *_ = _generate(model, ids, store)
+    store, ids = lb.PrefixStore(), text(200, 1)
+    want, *_ = generated(model, ids, store)
     for _ in range(3):
         cache = lb.LowBitCache(model, **DENSE)
         assert store.restore(cache, [ids[0]]).tokens == 199
         cache.crop(-150)
         with torch.no_grad():
-            model(_text(120, 3), past_key_values=cache)
+            model(text(120, 3), past_key_values=cache)
             fork = cache.fork()[0]
             cache.reset()
-            model(_text(170, 4), past_key_values=cache)
-            model(_text(170, 4), past_key_values=fork)
-        tokens, cached, _ = _generate(model, ids, store)
+            model(text(170, 4), past_key_values=cache)
+            model(text(170, 4), past_key_values=fork)
+        tokens, cached, _ = generated(model, ids, store)
         assert torch.equal(tokens, want)
         assert cached == 199
 
 
 def test_a_copy_of_an_enabled_model_has_the_same_store(model, tmp_path):
     """Other weights do not match. Only a folder is another process's too."""
-    store, ids = lb.PrefixStore(folder=tmp_path), _text(100, 1)
+    store, ids = lb.PrefixStore(folder=tmp_path), text(100, 1)
     with lb.enable(copy.deepcopy(model), "kivi-4", prefixes=store, **DENSE) as enabled:
         want = enabled.model.generate(ids, max_new_tokens=4, **GREEDY)
         copied = copy.deepcopy(enabled.model)
@@ -311,42 +287,42 @@ def test_a_copy_of_an_enabled_model_has_the_same_store(model, tmp_path):
 
 def test_the_least_recently_used_text_goes_first(model):
     store = lb.PrefixStore()
-    _generate(model, _text(100, 1), store)
+    generated(model, text(100, 1), store)
     one = store.nbytes
     store = lb.PrefixStore(int(2.5 * one))
     for seed in (1, 2, 1, 3):
-        _generate(model, _text(100, seed), store)
+        generated(model, text(100, seed), store)
     assert len(store) == 2
     assert store.nbytes <= 2.5 * one
     for seed, cached in ((1, 99), (3, 99), (2, 0)):
-        assert _generate(model, _text(100, seed), store)[1] == cached
+        assert generated(model, text(100, seed), store)[1] == cached
 
 
 def test_a_text_that_is_larger_than_the_store(model, tmp_path):
     """One warning, unless a folder takes it."""
     store = lb.PrefixStore()
-    _generate(model, _text(100, 1), store)
+    generated(model, text(100, 1), store)
     one = store.nbytes
     small = lb.PrefixStore(one - 1)
     with pytest.warns(
         UserWarning, match=f"of 111 tokens takes {one} bytes and is not kept: max_bytes={one - 1} is too small"
     ):
-        _generate(model, _text(100, 1), small)
-    _generate(model, _text(100, 2), small)
+        generated(model, text(100, 1), small)
+    generated(model, text(100, 2), small)
     assert (len(small), small.nbytes, small.removed) == (0, 0, 2)
-    _generate(model, _text(100, 1), lb.PrefixStore(1, folder=tmp_path))
+    generated(model, text(100, 1), lb.PrefixStore(1, folder=tmp_path))
     exact = lb.PrefixStore(one)
     for seed in (1, 2):
-        _generate(model, _text(100, seed), exact)
+        generated(model, text(100, seed), exact)
     assert (len(exact), exact.removed) == (1, 1)
 
 
 def test_a_text_whose_beginning_was_used_stays(model):
     """The least recently used one goes first."""
-    store, system = lb.PrefixStore(), _text(200, 1)
-    for ids in (system, _text(200, 2)):
-        _generate(model, ids, store, 1)
-    assert _generate(model, torch.cat([system[:, :150], _text(20, 3)], 1), store, 1)[1] > 0
+    store, system = lb.PrefixStore(), text(200, 1)
+    for ids in (system, text(200, 2)):
+        generated(model, ids, store, 1)
+    assert generated(model, torch.cat([system[:, :150], text(20, 3)], 1), store, 1)[1] > 0
     store.max_bytes = store.nbytes - 1
     store._make_room()
     assert torch.equal(store._prompts[0].ids[:200], system[0])
@@ -355,21 +331,21 @@ def test_a_text_whose_beginning_was_used_stays(model):
 def test_the_window_of_each_layer_is_read_again(model):
     """A match ends before the largest residual of all layers, which only pages would not hold."""
     options = {**DENSE, "per_layer": {1: {"residual": 96}}}
-    store, system = lb.PrefixStore(), _text(200, 1)
-    _generate(model, torch.cat([system, _text(100, 2)], 1), store, 1, cache_options=options)
-    ids = torch.cat([system, _text(9, 3)], 1)
-    tokens, cached, _ = _generate(model, ids, store, 3, cache_options=options)
+    store, system = lb.PrefixStore(), text(200, 1)
+    generated(model, torch.cat([system, text(100, 2)], 1), store, 1, cache_options=options)
+    ids = torch.cat([system, text(9, 3)], 1)
+    tokens, cached, _ = generated(model, ids, store, 3, cache_options=options)
     assert cached == 96  # of 200, 96 after it
-    assert torch.equal(tokens, _generate(model, ids, None, 3, cache_options=options)[0])
+    assert torch.equal(tokens, generated(model, ids, None, 3, cache_options=options)[0])
 
 
 def test_texts_share_the_pages_that_they_have_in_common(model):
     store = lb.PrefixStore()
-    system = _text(500, 1)
-    _generate(model, system, store)
+    system = text(500, 1)
+    generated(model, system, store)
     one = store.nbytes
     for seed in range(4):
-        _generate(model, torch.cat([system, _text(20, seed)], dim=1), store)
+        generated(model, torch.cat([system, text(20, seed)], dim=1), store)
     assert len(store) == 5
     assert store.nbytes < 3 * one
     blocks = [x for prompt in store._prompts for page_range, _ in prompt.page_ranges for x in page_range.pages.values()]
@@ -380,99 +356,36 @@ def test_texts_share_the_pages_that_they_have_in_common(model):
 
 def test_pages_of_a_removed_text_that_no_other_uses_are_freed(model):
     """A short text shares the first pages of a long one, which goes."""
-    long, expected = _text(400, 1), lb.PrefixStore()
-    short = torch.cat([long[:, :100], _text(20, 2)], dim=1)
-    _generate(model, short, expected, 1)
+    long, expected = text(400, 1), lb.PrefixStore()
+    short = torch.cat([long[:, :100], text(20, 2)], dim=1)
+    generated(model, short, expected, 1)
     store = lb.PrefixStore()
     for ids in (long, short):
-        _generate(model, ids, store, 1)
+        generated(model, ids, store, 1)
     store.max_bytes = store.nbytes - 1
     store._make_room()
     assert [len(prompt.ids) for prompt in store._prompts] == [len(prompt.ids) for prompt in expected._prompts]
     assert store.nbytes == expected.nbytes
 
 
-def test_folder(model, tmp_path):
-    store = lb.PrefixStore()
-    _generate(model, _text(100, 1), store)
-    limit = int(1.5 * store.nbytes)
-    store = lb.PrefixStore(limit, folder=tmp_path)
-    texts = [_text(100, seed) for seed in range(4)]
-    want = [_generate(model, ids, store)[0] for ids in texts]
-    assert len(store) == 1
-    assert len(list(tmp_path.iterdir())) == 3
-    for ids, tokens in zip(texts, want, strict=True):
-        found, cached, count = _generate(model, ids, store)
-        assert torch.equal(found, tokens)
-        assert (cached, count) == (99, 1)
-    # another process, later
-    other = lb.PrefixStore(limit, folder=tmp_path)
-    tokens, cached, _ = _generate(model, texts[0], other)
-    assert torch.equal(tokens, want[0])
-    assert cached == 99
-    other.clear()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_files_that_clear_cannot_remove_are_an_error(model, tmp_path, monkeypatch):
-    def read_only(self, target):
-        raise OSError(errno.EROFS, "Read-only file system", str(self))
-
-    store = lb.PrefixStore("1GB", folder=tmp_path)
-    _generate(model, _text(100, 1), store)
-    store.save()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", read_only)
-        with pytest.raises(OSError, match=r"1 of 1 texts in folder=.* cannot be removed: is it read-only\?"):
-            store.clear()
-    assert len(store) == 0
-    store.clear()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_text_without_a_full_page_is_saved_and_goes_on(model, tmp_path):
-    """Also from the folder, and from there to another folder."""
-    ids, store = _text(40, 1), lb.PrefixStore(folder=tmp_path)
-    want = _generate(model, ids, store)[0]
-    assert [page_range.count for prompt in store._prompts for page_range, _ in prompt.page_ranges] == [0]
-    store.save()
-    other = lb.PrefixStore(folder=tmp_path)
-    tokens, cached, _ = _generate(model, ids, other)
-    assert torch.equal(tokens, want)
-    assert cached == 39
-    other.save()
-
-
-def test_folders_have_a_limit(model, tmp_path):
-    store = lb.PrefixStore(1, folder=tmp_path)
-    _generate(model, _text(100, 0), store)
-    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes=int(2.5 * size))
-    for seed in range(1, 6):
-        _generate(model, _text(100, seed), store)
-    assert len(list(tmp_path.iterdir())) == 2
-    assert _generate(model, _text(100, 5), store)[1] == 99
-    assert _generate(model, _text(100, 0), store)[1] == 0
-
-
 def test_texts_that_come_from_the_folder_have_room(model, tmp_path):
     """One that a call needs takes the place of others; one that is only loaded does not, and is the first to go."""
-    texts = [_text(100, seed) for seed in range(4)]
+    texts = [text(100, seed) for seed in range(4)]
     store = lb.PrefixStore(folder=tmp_path)
     for ids in texts[:3]:
-        _generate(model, ids, store, 1)
+        generated(model, ids, store, 1)
     store.save()
     one = store.nbytes // 3
     other = lb.PrefixStore(int(2.5 * one), folder=tmp_path)
-    _generate(model, texts[3], other, 1)
+    generated(model, texts[3], other, 1)
     cache = lb.from_preset("kivi-4", model, **DENSE)
-    _generate(model, texts[0], other, 1)
+    generated(model, texts[0], other, 1)
     assert (len(other), other.removed) == (2, 0)
-    assert _generate(model, texts[1], other, 1)[1] == 99
+    assert generated(model, texts[1], other, 1)[1] == 99
     assert (len(other), other.removed) == (2, 1)
     assert other.load(cache) == 2
     third = lb.PrefixStore(int(2.5 * one), folder=tmp_path)
-    _generate(model, texts[3], third, 1)
+    generated(model, texts[3], third, 1)
     for _ in range(2):
         assert third.load(cache) == 2
     third.max_bytes = third.nbytes - 1
@@ -482,196 +395,45 @@ def test_texts_that_come_from_the_folder_have_room(model, tmp_path):
 
 def test_a_text_that_a_call_uses_is_not_removed_for_another_one(model, tmp_path):
     """Whether the other one is needed by another row, or has more tokens in common and fewer that can be used."""
-    first, second = _text(100, 1), _text(100, 2)
-    longer = torch.cat([first, _text(5, 3), _text(100, 4)], dim=1)
+    first, second = text(100, 1), text(100, 2)
+    longer = torch.cat([first, text(5, 3), text(100, 4)], dim=1)
     store = lb.PrefixStore(folder=tmp_path)
     for ids in (second, longer):
-        _generate(model, ids, store, 1)
+        generated(model, ids, store, 1)
     store.save()
     small = lb.PrefixStore(store.nbytes // 2, folder=tmp_path)
     cache = lb.from_preset("kivi-4", model, **DENSE)
-    rows = [torch.cat([ids, _text(9, 5)], dim=1)[0] for ids in (longer, second)]
+    rows = [torch.cat([ids, text(9, 5)], dim=1)[0] for ids in (longer, second)]
     assert small.find(cache, rows).tokens == 64
-    _generate(model, first, small, 1)
-    ids = torch.cat([longer[:, :105], _text(20, 6)], dim=1)
-    assert torch.equal(_generate(model, ids, small)[0], _generate(model, ids, None)[0])
+    generated(model, first, small, 1)
+    ids = torch.cat([longer[:, :105], text(20, 6)], dim=1)
+    assert torch.equal(generated(model, ids, small)[0], generated(model, ids, None)[0])
     assert small.tokens_saved
-
-
-def test_a_damaged_text_is_written_again(model, tmp_path):
-    """Its description is found by no one, so nothing else would remove it."""
-    ids = _text(100, 1)
-    _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))
-    (description,) = tmp_path.glob("prompt-*/*.json")
-    description.write_text("{}")
-    with pytest.warns(
-        UserWarning, match=f"the text '{description.parent}' of a PrefixStore cannot be used: .* altered"
-    ):
-        assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 0
-    assert _generate(model, ids, lb.PrefixStore(1, folder=tmp_path))[1] == 99
-
-
-@pytest.fixture
-def small_files():
-    """Files of this process end after 20 kB, as on a disk that gets full."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_full_disk(model, tmp_path, small_files):
-    """The answer is not lost, and the files of an earlier text stay whole."""
-    ids, store = _text(100, 1), lb.PrefixStore(1, folder=tmp_path / "store")
-    with pytest.warns(
-        UserWarning, match=r"a text of \d+ tokens is dropped, because folder=.* does not take it: .*store"
-    ):
-        tokens, cached, _ = _generate(model, ids, store)
-    assert torch.equal(tokens, _generate(model, ids, None)[0])
-    assert (cached, len(store)) == (0, 0)
-    cache = lb.generate(
-        model, ids, "kivi-4", max_new_tokens=1, cache_options=DENSE, return_dict_in_generate=True, **GREEDY
-    ).past_key_values
-    with pytest.raises(OSError, match="tensors cannot be written to"):
-        cache.save_pretrained(tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_file_in_place_of_the_folder(tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="mine' is a file; texts are kept in a folder"):
-        lb.PrefixStore(folder=tmp_path / "mine")
-
-
-def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
-    want = {seed: _generate(model, _text(100, seed), None, 4)[0] for seed in range(3)}
-    for _ in range(6):
-        store = lb.PrefixStore(1, folder=tmp_path)
-        for seed in want:
-            _generate(model, _text(100, seed), store, 4)
-        for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
-            content = path.read_bytes()
-            at = random.randrange(len(content))
-            change = random.choice(("cut", "flip", "remove", "leave"))
-            if change == "remove":
-                path.unlink()
-            elif change != "leave":
-                flipped = content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :]
-                path.write_bytes(content[:at] if change == "cut" else flipped)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for seed, tokens in want.items():
-                assert torch.equal(_generate(model, _text(100, seed), store, 4)[0], tokens)
-        texts = [str(warning.message).split("'")[1] for warning in caught]
-        assert len(texts) == len(set(texts)), "one for each text"
-        assert {Path(text).parent for text in texts} <= {tmp_path}
-
-
-@pytest.mark.parametrize("damaged", [True, False])
-@pytest.mark.parametrize("file", ["*.json", "*.safetensors"])
-def test_a_text_that_cannot_be_read_now_stays(model, tmp_path, monkeypatch, file, damaged):
-    """A damaged one goes, at the latest when it is written again. Each causes one warning, and the next best text is used."""
-    ids, store = _text(100, 1), lb.PrefixStore(folder=tmp_path)
-    longer, read_text, preadv = torch.cat([ids, _text(40, 2)], dim=1), Path.read_text, os.preadv
-    _generate(model, ids, store, 1)
-    store.save()
-    (path,) = tmp_path.glob(f"prompt-*/{file}")
-    content = path.read_bytes()
-    _generate(model, torch.cat([ids[:, :70], _text(40, 3)], dim=1), store, 1)
-    store.save()
-
-    def fail(where):
-        if str(path) == str(where) or (isinstance(where, int) and os.path.samestat(os.fstat(where), path.stat())):
-            raise OSError(errno.EIO, "Input/output error")
-
-    other, want = lb.PrefixStore(folder=tmp_path), _generate(model, longer, None)[0]
-    cache = lb.from_preset("kivi-4", model, **DENSE)
-    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if damaged:
-            path.write_bytes(content[:-9] + b"damaged!!")
-        else:
-            patch.setattr(Path, "read_text", lambda self, *args, **more: fail(self) or read_text(self, *args, **more))
-            patch.setattr(os, "preadv", lambda file, *args: fail(file) or preadv(file, *args))
-        assert other.find(cache, [longer[0]]).tokens == 70
-        tokens, cached, _ = _generate(model, longer, other)
-        assert torch.equal(tokens, want)
-        assert cached == 70
-        if not damaged and file == "*.json":
-            with pytest.raises(OSError, match="Input/output error"):
-                store.save()
-    (warning,) = caught
-    assert f"the text '{path.parent}' of a PrefixStore" in str(warning.message)
-    assert path.exists() == (not damaged or file == "*.json")
-    if damaged:
-        store.save()
-    assert path.read_bytes() == content
-    assert lb.PrefixStore(folder=tmp_path).find(cache, [longer[0]]).tokens == 100
-
-
-def test_two_stores_on_one_folder_at_the_same_time(model, tmp_path):
-    want = {seed: _generate(model, _text(100, seed), None, 4)[0] for seed in range(4)}
-
-    def work(seed):
-        own = copy.deepcopy(model)
-        store = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes="200kB")
-        for turn in range(8):
-            number = (seed + turn) % 4
-            assert torch.equal(_generate(own, _text(100, number), store, 4)[0], want[number])
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, range(2)))
-
-
-def test_processes_that_share_a_folder(model, tmp_path):
-    """A text is there as a whole, or not at all, whatever is written and removed meanwhile."""
-    store = lb.PrefixStore()
-    for seed in range(4):
-        _generate(model, _text(100, seed), store, 4)
-    prompts, shared = store._prompts, tmp_path / "shared"
-    PromptFolder(tmp_path / "one", None).save(prompts[0])
-    limit = 2 * sum(path.stat().st_size for path in (tmp_path / "one").rglob("*") if path.is_file())
-
-    def work(number):
-        folder, chosen, loaded = PromptFolder(shared, limit), random.Random(number), 0
-        for _ in range(60):
-            prompt = chosen.choice(prompts)
-            folder.save(prompt)
-            prompt = chosen.choice(prompts)
-            if (same := folder.load(prompt.seed, prompt.ids, model.device)) is not None:
-                loaded += torch.equal(same.ids, prompt.ids)
-            for path in shared.glob("prompt-*"):
-                with contextlib.suppress(FileNotFoundError), saved_cache.opened(path) as saved:
-                    saved.tensors(model.device)
-        assert loaded
-
-    at_once(*(partial(work, number) for number in range(3)))
-    assert not [*shared.glob(".*.tmp")]
 
 
 # ---- what does not match ------------------------------------------------------------------------------------------------
 
 
 def test_another_model_kind_of_cache_or_prompt(model):
-    store, ids = lb.PrefixStore(), _text(100, 1)
-    _generate(model, ids, store)
+    store, ids = lb.PrefixStore(), text(100, 1)
+    generated(model, ids, store)
     for options in ({"cache_options": {**DENSE, "residual": 64}}, {"cache_options": SMALL_PAGES}):
-        assert _generate(model, ids, store, **options)[1] == 0
+        assert generated(model, ids, store, **options)[1] == 0
     tuned = copy.deepcopy(model)
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.mul_(1.5)
-    tokens, cached, _ = _generate(tuned, ids, store)
+    tokens, cached, _ = generated(tuned, ids, store)
     assert cached == 0
-    assert torch.equal(tokens, _generate(tuned, ids, None)[0])
+    assert torch.equal(tokens, generated(tuned, ids, None)[0])
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.div_(1.5)
-    assert _generate(model, ids, store)[1] == 99
+    assert generated(model, ids, store)[1] == 99
     other = ids.clone()
     other[0, 0] += 1
-    assert _generate(model, other, store)[1] == 0
+    assert generated(model, other, store)[1] == 0
     holes = torch.ones_like(ids)
     holes[0, 3] = 0
-    assert _generate(model, ids, store, attention_mask=holes)[1] == 0
+    assert generated(model, ids, store, attention_mask=holes)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -690,7 +452,7 @@ def test_bad_arguments(arguments, message):
 
 def test_offloaded_weights_are_refused_by_name(model, tmp_path):
     """They may be others than those that read a text. Nothing is kept and no folder is made."""
-    offloaded, store, ids = copy.deepcopy(model), lb.PrefixStore(), _text(40, 1)
+    offloaded, store, ids = copy.deepcopy(model), lb.PrefixStore(), text(40, 1)
     out = lb.generate(offloaded, ids, "kivi-4", 2, max_cache_len=60, return_dict_in_generate=True, **GREEDY)
     offloaded.lm_head.to("meta")
     reason = r"the numbers of lm_head\.weight are not in memory \(offloaded\), and {0} .* or do without {0}$"
@@ -710,11 +472,11 @@ def test_sizes():
 
 def test_bad_calls(model):
     with pytest.raises(TypeError, match="prefixes=8 is not allowed"):
-        lb.generate(model, _text(5, 1), prefixes=8)
+        lb.generate(model, text(5, 1), prefixes=8)
     with pytest.raises(TypeError, match="prefixes='x' is not allowed"):
         lb.enable(model, prefixes="x")
-    first = lb.generate(model, _text(5, 1), max_new_tokens=2, max_cache_len=50, return_dict_in_generate=True, **GREEDY)
+    first = lb.generate(model, text(5, 1), max_new_tokens=2, max_cache_len=50, return_dict_in_generate=True, **GREEDY)
     with pytest.raises(ValueError, match="prefixes and past_key_values are both given"):
         lb.generate(
-            model, _text(9, 1), max_new_tokens=2, past_key_values=first.past_key_values, prefixes=lb.PrefixStore()
+            model, text(9, 1), max_new_tokens=2, past_key_values=first.past_key_values, prefixes=lb.PrefixStore()
         )
