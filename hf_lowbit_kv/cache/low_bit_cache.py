@@ -42,7 +42,7 @@ from .native_layers import (
     can_crop,
     made_in_inference_mode,
     native_layers,
-    replace_for_other_rows,
+    replace_for_others,
     tensors_of,
 )
 from .overrun import OverrunError, OverrunWatch
@@ -251,7 +251,7 @@ class LowBitCache(Cache, PushToHubMixin):
             warn_if_dense(layer.config, layer.holds_packed)
         if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
-        replace_for_other_rows(layer, rows)
+        replace_for_others(layer, key_states)
         out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             choice.warn_of_reference(self._first_packed_layer.why_slow_reference)
@@ -290,7 +290,7 @@ class LowBitCache(Cache, PushToHubMixin):
                 except ValueError:
                     self.guard.take_back(layer_idx)
                     raise
-            replace_for_other_rows(self.layers[layer_idx], conv_states.shape[0])
+            replace_for_others(self.layers[layer_idx], conv_states)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -1,0 +1,73 @@
+"""Native layers when the model's dtype or device changes, and inside and outside of inference mode."""
+
+import pytest
+import torch
+from cases import left_padded, tiny_models
+
+import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
+from hf_lowbit_kv.cache.native_layer_contents import contents_of, put_contents
+from hf_lowbit_kv.cache.native_layers import native_layers, replace_for_others, tensors_of
+
+pytestmark = pytest.mark.host
+FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2"]
+
+
+def read(model, cache, tokens=60):
+    """Logits `[rows, vocab]` after a prompt."""
+    with torch.no_grad():
+        return model(left_padded(2, tokens)[0], past_key_values=cache).logits[:, -1]
+
+
+def dtypes(cache):
+    return [[x.dtype for x in tensors_of(layer)] for layer in cache.layers if not isinstance(layer, LowBitLayer)]
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 100])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reset_cache_takes_the_models_new_dtype(family, max_cache_len):
+    model, _ = tiny_models(family)
+    cache = lb.from_preset("dense", model, max_cache_len=max_cache_len)
+    read(model, cache)
+    model.bfloat16()
+    cache.reset()
+    new = lb.from_preset("dense", model, max_cache_len=max_cache_len)
+    assert torch.equal(read(model, cache), read(model, new))
+    assert dtypes(cache) == dtypes(new)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reset_layer_takes_contents_of_another_dtype_or_device(family):
+    model, _ = tiny_models(family)
+    cache = lb.from_preset("dense", model, max_cache_len=100)
+    read(model, cache)
+    for layer in cache.layers:
+        if isinstance(layer, LowBitLayer):
+            continue
+        halves = contents_of(layer)
+        halves = halves._replace(
+            tokens=halves.tokens and tuple(x.half() for x in halves.tokens),
+            states={name: x.half() for name, x in halves.states.items()},
+        )
+        for contents in (halves, halves.to(torch.device("meta"))):
+            layer.reset()
+            put_contents(layer, contents)
+            kept = {x for x in tensors_of(layer) if x.is_floating_point()}
+            assert {(x.dtype, x.device) for x in kept} == {(torch.float16, next(iter(kept)).device)}
+            assert next(iter(kept)).device == next(iter(contents.tensors().values())).device
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reset_layer_follows_its_model_to_another_device(family):
+    config = tiny_models(family)[0].config
+    layer = native_layers(config, 100)[0]
+    for device in ("cpu", "meta"):
+        states = torch.zeros(2, 4, 3, 8, device=device)
+        replace_for_others(layer, states)
+        if family in ("gemma3_text", "gpt_oss"):
+            layer.update(states, states)
+        else:
+            layer.update_conv_state(states[0])
+            assert layer.device.type == device  # indices of beams go there
+        assert {x.device.type for x in tensors_of(layer)} == {device}
+        layer.reset()
