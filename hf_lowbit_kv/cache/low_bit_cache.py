@@ -40,10 +40,10 @@ from .native_layer_contents import resized
 from .native_layers import (
     SLIDING,
     can_crop,
-    made_in_inference_mode,
     native_layers,
     replace_for_others,
     tensors_of,
+    writable_anywhere,
 )
 from .overrun import OverrunError, OverrunWatch
 from .packed_layers import packed_sides, readers, stream_sizes
@@ -252,7 +252,8 @@ class LowBitCache(Cache, PushToHubMixin):
         if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         replace_for_others(layer, key_states)
-        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        with writable_anywhere(layer):
+            out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             choice.warn_of_reference(self._first_packed_layer.why_slow_reference)
             if self._weights_to_come:
@@ -283,15 +284,23 @@ class LowBitCache(Cache, PushToHubMixin):
         return length, offset
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        if not torch.compiler.is_compiling():
-            if layer_idx < self._first_packed_index:
-                try:
-                    self._first_packed_layer.check(None, {"batch size": conv_states.shape[0]})
-                except ValueError:
-                    self.guard.take_back(layer_idx)
-                    raise
-            replace_for_others(self.layers[layer_idx], conv_states)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        if layer_idx < self._first_packed_index:
+            try:
+                self._first_packed_layer.check(None, {"batch size": conv_states.shape[0]})
+            except ValueError:
+                self.guard.take_back(layer_idx)
+                raise
+        replace_for_others(self.layers[layer_idx], conv_states)
+        with writable_anywhere(self.layers[layer_idx]):
+            return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+        with writable_anywhere(self.layers[layer_idx]):
+            return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of every row, padding included.
@@ -339,7 +348,8 @@ class LowBitCache(Cache, PushToHubMixin):
         text = None if self.text is None else self.text[indices.to(self.text.device)]
         # packed layers come first, because they may refuse; some of transformers' layers only have `reorder_cache`
         for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
-            layer.reorder_cache(indices)
+            with writable_anywhere(layer):
+                layer.reorder_cache(indices)
             self.guard.changing = True  # until all layers have these rows
         self.guard.changing, self.text = interrupted, text
         self.positions.select(indices)
@@ -458,9 +468,6 @@ class LowBitCache(Cache, PushToHubMixin):
     def reset(self) -> None:
         """Forget all tokens. A preallocated cache keeps its memory and addresses; a growing cache frees its memory."""
         to_replace = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
-        # tensors that transformers made in inference mode cannot be emptied outside it
-        if not torch.is_inference_mode_enabled():
-            to_replace += [index for index, layer in enumerate(self.layers) if made_in_inference_mode(layer)]
         if to_replace:  # transformers' own reset of growing layers keeps the length in 5.17
             new = native_layers(self.config, self._first_packed_layer.length.capacity)
             for index in to_replace:
@@ -508,6 +515,7 @@ class LowBitCache(Cache, PushToHubMixin):
         (new,) = self._forks([memo], self._first_packed_layer.length.capacity)
         return new
 
+    @torch.inference_mode(False)  # copies of native layers must be writable outside it
     def _forks(self, memos: Sequence[dict[int, Any]], max_cache_len: int | None) -> list[LowBitCache]:
         """A fork for each memo of `copy.deepcopy`."""
         contents = contents_of_forks(self.packed_layers, max_cache_len, len(memos))

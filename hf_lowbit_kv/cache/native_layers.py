@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def made_in_inference_mode(layer: Any) -> bool:
-    """Whether one of transformers' layers has tensors that can only be written in inference mode."""
-    return not isinstance(layer, LowBitLayer) and any(tensor.is_inference() for tensor in tensors_of(layer))
+def writable_anywhere(layer: Any) -> AbstractContextManager[Any]:
+    """A context in which a native layer makes tensors that can be written outside inference mode too."""
+    inside = torch.is_inference_mode_enabled() and not isinstance(layer, LowBitLayer)
+    return torch.inference_mode(False) if inside else nullcontext()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import left_padded, tiny_models
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
@@ -71,3 +72,30 @@ def test_a_reset_layer_follows_its_model_to_another_device(family):
             assert layer.device.type == device  # indices of beams go there
         assert {x.device.type for x in tensors_of(layer)} == {device}
         layer.reset()
+
+
+SWAPPED = torch.tensor([1, 0])
+
+
+def _swapped(cache):
+    cache.reorder_cache(SWAPPED)
+    return cache
+
+
+@pytest.mark.parametrize("change", [lambda cache: cache, _swapped, lambda cache: cache.fork()[0]])
+@pytest.mark.parametrize("max_cache_len", [None, 200])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_filled_in_inference_mode_continues_outside(family, max_cache_len, change):
+    model, theirs = tiny_models(family)
+    cache, stock = lb.from_preset("dense", model, max_cache_len=max_cache_len), DynamicCache(config=theirs.config)
+    with torch.inference_mode():
+        read(model, cache)
+        cache = change(cache)
+    read(theirs, stock)
+    if change is _swapped:
+        stock.reorder_cache(SWAPPED)
+    for tokens in (5, 1):
+        ids = left_padded(2, tokens)[0]
+        with torch.no_grad():
+            want = theirs(ids, past_key_values=stock).logits
+            torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)
