@@ -32,9 +32,14 @@ def packed_sides(
             "caches do not serve"
         )
     if not packed:
-        raise ValueError(
-            f"model_type={config.model_type!r} has no layer with only full attention: there is nothing to pack"
-        )
+        why = f"model_type={config.model_type!r} has no layer with only full attention: there is nothing to pack"
+        window = getattr(config, "sliding_window", None)
+        if window and getattr(config, "layer_types", None) is None:  # then it applies to all layers
+            why += (
+                f", because sliding_window={window} is set. Load the model with sliding_window=None to pack every layer: texts "
+                f"of up to {window} tokens are computed as before, longer ones with full attention"
+            )
+        raise ValueError(why)
     return {index: special.get(index, DIRECT) for index in packed}
 
 

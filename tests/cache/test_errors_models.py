@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SMALL_PAGES, next_logits, tiny_config, tiny_models
+from cases import SMALL_PAGES, left_padded, next_logits, tiny_config, tiny_models
 from tiny_architectures import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +28,10 @@ def test_layers_of_different_head_dim():
             r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 192, 256, 512\)",
         ),
         (AutoConfig.for_model("t5"), "'t5' is an encoder-decoder model"),
-        (tiny_config("mistral", sliding_window=64), r"nothing to pack|attention interface"),
+        (
+            tiny_config("mistral", sliding_window=64),
+            r"nothing to pack, because sliding_window=64 is set\. Load the model with sliding_window=None",
+        ),
         (AutoConfig.for_model("mamba"), r"nothing to pack|attention interface"),
         (
             AutoConfig.for_model("mllama_text_model", num_hidden_layers=3, cross_attention_layers=[1]),
@@ -45,6 +48,17 @@ def test_layers_of_different_head_dim():
 def test_configurations_that_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         lb.from_preset("kivi-2", config)
+
+
+def test_without_its_sliding_window_a_model_computes_short_texts_as_before(tmp_path):
+    _, theirs = tiny_models("mistral", sliding_window=64)
+    theirs.save_pretrained(tmp_path)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path, sliding_window=None, attn_implementation="lowbit_kv").eval()
+    ids = left_padded(1, 64)[0]
+    with torch.no_grad():
+        want = theirs(ids).logits
+        got = ours(ids, past_key_values=lb.from_preset("dense", ours)).logits
+    torch.testing.assert_close(got, want)
 
 
 def test_architecture_without_the_attention_interface():

@@ -5,7 +5,17 @@ import re
 import pytest
 import torch
 import transformers
-from models_page import FAMILIES, PAGE, ModelRow, examine, examine_with_image, reason, render, widths_and_preset
+from models_page import (
+    FAMILIES,
+    PAGE,
+    ModelRow,
+    all_sliding,
+    examine,
+    examine_with_image,
+    reason,
+    render,
+    widths_and_preset,
+)
 from tiny_architectures import VISION_ARCHITECTURES, names, tiny_model
 
 import hf_lowbit_kv as lb
@@ -65,6 +75,11 @@ def test_families_that_most_people_run():
 def test_every_architecture_is_listed():
     assert sorted({*SERVED, *REFUSED, *UNTRIED} ^ set(names())) == []
     assert len(SERVED) + len(REFUSED) + len(UNTRIED) == len(names())
+
+
+@installed
+def test_architectures_that_pack_nothing_with_a_sliding_window_are_listed():
+    assert f"Some configurations of {all_sliding(SERVED)} set `sliding_window`" in TEXT
 
 
 def kinds(fused):

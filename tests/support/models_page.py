@@ -34,6 +34,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, LogitsProcessor
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.cache.native_layers import SLIDING, native_layers
 from hf_lowbit_kv.eval.benchmarks.result_files import markdown_table
 from hf_lowbit_kv.eval.provenance import RESULTS, run_command
 from hf_lowbit_kv.generation.fused_pieces import Piece
@@ -69,6 +70,11 @@ Search this page for the `model_type` of your model: `model.config.model_type`, 
 | preset | the one to begin with. [How much it loses](choose.md#will-it-break-my-model); [other presets](choose.md) |
 
 {families}
+Some configurations of {all_sliding} set `sliding_window`, for example
+Mistral-7B-v0.1 and Phi-3-mini-4k. Then all layers are sliding: nothing is packed, and making a cache raises an error.
+`from_pretrained(..., sliding_window=None)` loads such a model with full attention: texts of up to `sliding_window` tokens are
+computed as before.
+
 ## Supported
 
 | column | meaning |
@@ -387,6 +393,7 @@ def render(rows: list[ModelRow], with_images: Sequence[ModelRow]) -> str:
     images = [(row.served or f"no: {row.why}", row.generates) for row in with_images]
     return PAGE_TEXT.format(
         families=_families({row.name: row for row in served}),
+        all_sliding=all_sliding(row.name for row in served),
         served=len(served),
         tried=len(rows),
         version=transformers.__version__,
@@ -432,6 +439,17 @@ def widths_and_preset(name: str) -> tuple[str, str]:
 def _kinds(fused: str) -> str:
     """Kinds of fused pieces without their numbers, which are those of the small model: `gate, norms, rotary`."""
     return ", ".join(sorted(piece.split()[0] for piece in fused.split(", ")))
+
+
+def all_sliding(served: Iterable[str]) -> str:
+    """Of these architectures, those whose layers are all sliding if their configuration sets `sliding_window`."""
+    names = list[str]()
+    for name in set(served) & set(CONFIG_MAPPING):
+        config = CONFIG_MAPPING[name]().get_text_config(decoder=True)
+        if hasattr(config, "sliding_window") and getattr(config, "layer_types", None) is None:
+            layers = native_layers(type(config)(sliding_window=64), None)
+            names += [f"`{name}`"] * all(isinstance(layer, SLIDING) for layer in layers)
+    return ", ".join(sorted(names))
 
 
 def reason(why: str) -> str:
