@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_lowbit_kv.folders import cache_root, make_folder
+from hf_lowbit_kv.folders import cache_root, check_model_folder, make_folder
 
 if TYPE_CHECKING:
     import torch
@@ -171,8 +171,7 @@ def model_name(name: str | None) -> str:
 def explained(name: str) -> Iterator[None]:
     """Wraps the loading of model `name` (a folder or a hub name). If there is no such model, `OSError` says what to
     do."""
-    if Path(name).is_absolute() and not Path(name).is_dir():
-        raise OSError(f"there is no folder {name!r} with a model")
+    check_model_folder("model", name)
     try:
         yield
     except OSError as error:

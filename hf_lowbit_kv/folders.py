@@ -1,4 +1,4 @@
-"""The folder in which this package keeps files: calibrations, compiled kernels, and the bundled model."""
+"""The folder in which this package keeps files: calibrations, compiled kernels, and the bundled model; folders of models."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ VARIABLE = "HF_LOWBIT_KV_CACHE"
 def cache_root() -> Path:
     """The folder with a subfolder for each kind of file. It may not exist."""
     return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("hf-lowbit-kv"))
+
+
+def check_model_folder(argument: str, name: str) -> None:
+    """Raise `OSError` if a model's name can only be that of a folder, and there is no such folder."""
+    if (name.startswith(("/", ".", "~")) or name.rstrip("/").count("/") > 1 or name.endswith("/")) and not Path(
+        name
+    ).exists():
+        raise OSError(f"{argument}={name!r}: there is no such folder, and a model on the hub is called owner/name")
 
 
 def try_folder(folder: Path) -> None:

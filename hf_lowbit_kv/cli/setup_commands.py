@@ -20,6 +20,7 @@ from .shared_options import (
     JsonOption,
     ModelOption,
     PresetOption,
+    check_model,
     load,
     print_json,
     progress,
@@ -175,7 +176,11 @@ def share(
 def fits(
     context: Annotated[str, typer.Option(metavar="TOKENS", help="Tokens per row, e.g. 65536 or 64k (1k is 1024).")],
     model: Annotated[
-        str, typer.Option(help="Hub name or folder; names of common models work offline. Weights are not loaded.")
+        str,
+        typer.Option(
+            help="Hub name or folder; names of common models work offline. Weights are not loaded.",
+            callback=check_model,
+        ),
     ] = "Qwen/Qwen3-8B",
     memory: Annotated[str, typer.Option(help="Memory of the GPU, e.g. 24GB (10^9 bytes) or 24GiB.")] = "24GB",
     rows: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,

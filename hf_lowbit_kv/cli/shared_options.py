@@ -23,6 +23,7 @@ from rich.table import Table
 
 from ..eval.data_parallel import process_count
 from ..eval.local_models import AUTO, load_model, model_name
+from ..folders import check_model_folder
 from ..presets import get_preset
 
 if TYPE_CHECKING:
@@ -42,8 +43,22 @@ PresetOption = Annotated[
         show_default="all that support the model",
     ),
 ]
+
+
+def check_model(name: str | None) -> str | None:
+    """The value of `--model`, if it is not a folder that is missing."""
+    if name is not None:
+        check_model_folder("--model", name)
+    return name
+
+
 ModelOption = Annotated[
-    str | None, typer.Option(help="Hub name or folder of the model.", show_default="the bundled SmolLM2-135M-Instruct")
+    str | None,
+    typer.Option(
+        help="Hub name or folder of the model.",
+        show_default="the bundled SmolLM2-135M-Instruct",
+        callback=check_model,
+    ),
 ]
 TextOption = Annotated[
     list[Path] | None,

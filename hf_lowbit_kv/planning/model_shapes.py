@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..folders import check_model_folder
 from .weight_kinds import WEIGHT_KINDS
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled" / "known_models.json"
@@ -109,6 +110,7 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
 def _read_config(name: str) -> PreTrainedConfig:
     """The configuration in a folder or on the hub. Names that differ from a known one only in case or organization raise
     at once."""
+    check_model_folder("model", name)
     if Path(name).exists():
         return AutoConfig.from_pretrained(name)
     names = {entry.rpartition("/")[2].lower(): entry for entry in known_models()}

@@ -116,7 +116,13 @@ def test_names_that_are_declared_without_torch():
         (["eval", "perplexity", "--preset", "kv7"], 1, "did you mean"),
         (["eval", "perplexity", "--text", "no-such-file.txt"], 2, "no-such-file.txt"),
         (["eval", "perplexity", "--context", 64, "--from", 63], 1, "at most 62 is allowed"),
-        (["demo", "--model", "/no/such/model"], 1, "there is no folder '/no/such/model'"),
+        (["demo", "--model", "/no/such/model"], 1, "--model='/no/such/model': there is no such folder"),
+        (
+            ["fits", "--context", "8k", "--model", "./no-such-model"],
+            1,
+            "--model='./no-such-model': there is no such folder",
+        ),
+        (["serve", "--model", "no/such/model"], 1, "--model='no/such/model': there is no such folder"),
         (["eval", "perplexity", "--set", "residual"], 1, "--set 'residual' is not allowed; it must be NAME=VALUE"),
         (
             ["eval", "perplexity", "--set", "residal=64"],

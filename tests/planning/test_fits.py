@@ -267,6 +267,8 @@ def test_a_name_that_nobody_knows(monkeypatch, tmp_path):
         shape_of("qwen3-8bb")
     with pytest.raises(OSError, match=r"is not there$"):
         shape_of("mine/another")
+    with pytest.raises(OSError, match=r"model='/no/such/model': there is no such folder"):
+        shape_of("/no/such/model")
     folder = tmp_path / "qwen3-8b"
     folder.mkdir()
     with pytest.raises(OSError, match=r"is not there$"):  # a folder of the user is read
