@@ -140,7 +140,7 @@ def _why_not(
 ) -> str | None:
     """Why a packed layer cannot attend, or `None`. any_prompt: whether this is a prompt that need not be causal."""
     if module.training and torch.is_grad_enabled() and view.key.requires_grad:
-        return NO_GRADIENTS
+        return NO_GRADIENTS.format("call model.eval()")
     if mask is not None and getattr(mask, _MADE_HERE, False):
         return f"{type(module).__name__} has a mask that is not causal; tokens of an image may see each other. {_FIRST_PROMPT}"
     if mask is not None and mask.dim() != 2:

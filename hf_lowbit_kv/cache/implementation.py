@@ -17,7 +17,7 @@ from .registration import ATTENTION_NAME
 if TYPE_CHECKING:
     from ..storage.model_sides import ModelSide
 
-NO_GRADIENTS = "a low-bit cache has no gradients: call model.eval(), or train without past_key_values"
+NO_GRADIENTS = "a low-bit cache has no gradients: {}, or train without a cache"
 
 UNATTACHED = (
     "the low-bit cache was made from a configuration that no model uses (its attention implementation is unset), so it "
@@ -161,4 +161,4 @@ class _WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise RuntimeError(NO_GRADIENTS)
+        raise RuntimeError(NO_GRADIENTS.format("compute under torch.no_grad()"))

@@ -255,8 +255,13 @@ def warn_of_length(model: Any, tokens: int, length: int) -> None:
 
 
 def check_mask(mask: Any, rows: int, tokens: int) -> None:
-    """Raise if a padding mask does not have the shape of the prompt. Masks with more dimensions are rejected later."""
-    if isinstance(mask, torch.Tensor) and mask.dim() <= 2 and tuple(mask.shape) != (rows, tokens):
+    """Raise if a padding mask is no tensor, or does not have the shape of the prompt. Masks with more dimensions are rejected
+    later."""
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor {(rows, tokens)}, not {_described(mask)}")
+    if mask.dim() <= 2 and tuple(mask.shape) != (rows, tokens):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; it must be [batch, tokens], here {(rows, tokens)}"
         )

@@ -152,6 +152,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"inputs": torch.tensor([[5, -1]])}, "input_ids have token -1, which is not one of the model's 160"),
         ({"inputs": torch.tensor([[5, 160]])}, "input_ids have token 160, which is not one of the model's 160"),
         ({"inputs": torch.ones(1, 5, dtype=torch.bool)}, "input_ids have dtype torch.bool"),
+        ({"attention_mask": [[1] * 50]}, r"attention_mask must be a tensor \(1, 50\), not \[\[1, 1"),
         ({"attention_mask": torch.ones(1, 49)}, r"attention_mask has shape \(1, 49\); .* here \(1, 50\)"),
         (
             {"inputs": {"input_ids": torch.ones(2, 5, dtype=torch.long), "attention_mask": torch.ones(1, 5)}},
