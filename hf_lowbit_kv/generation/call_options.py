@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import os
@@ -25,6 +26,8 @@ from .sampling_settings import check_sampling
 STEPS = ("recorded", "compiled", "eager")
 #: names that a prompt may have among the options
 PROMPTS = ("input_ids", "inputs_embeds")
+#: generation settings that this package adds to a call
+_ADDED = ("max_new_tokens", "disable_compile", "compile_config", "cache_implementation", "prefill_chunk_size")
 #: options of `generate` that are not in its signature
 _UNLISTED_OPTIONS = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
 
@@ -154,6 +157,20 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
     return None
+
+
+def in_one_configuration(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options. Settings that this package adds are moved into a copy of the caller's generation configuration, because
+    transformers warns of a configuration together with settings."""
+    others, config = dict(options), copy.deepcopy(options.get("generation_config"))
+    if config is None:
+        return others
+    for name in set(_ADDED) & set(options):
+        # transformers replaces `None` of a configuration by the model's setting
+        if options[name] is not None or getattr(model.generation_config, name, None) is None:
+            setattr(config, name, others.pop(name))
+    config.max_length = None  # `max_new_tokens` contains it
+    return {**others, "generation_config": config}
 
 
 def options_of_cache(

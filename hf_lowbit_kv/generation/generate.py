@@ -26,7 +26,15 @@ from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
 from ..storage.layer_spec import check_count
 from . import compiling, recording
-from .call_options import Call, cache_of, check_names, options_of_cache, setting, warn_of_length
+from .call_options import (
+    Call,
+    cache_of,
+    check_names,
+    in_one_configuration,
+    options_of_cache,
+    setting,
+    warn_of_length,
+)
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .kept_caches import cache_length, capacity, kept_caches
@@ -179,7 +187,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         if recorded is not None and call.fuse:
             compile_ahead(inner, call.rows)
         with decoding_with(inner, cache, recorded):
-            out = generates(model).generate(**{**arguments, **prefill_options})
+            out = generates(model).generate(**in_one_configuration(inner, {**arguments, **prefill_options}))
     cache.check_overrun()
     remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.utils
+import transformers
 from cases import left_padded, tiny_models
 from generation_cases import GREEDY, MODES, SMALL_PAGES, Collect, growing, ours, turns
 from transformers import CompileConfig, DynamicCache, GenerationConfig
@@ -209,6 +210,30 @@ def test_names_that_nobody_knows_come_before_anything_else(model, options, messa
     """The other arguments are as bad as can be."""
     with pytest.raises(ValueError, match=message):
         lb.generate(model, **{"inputs": "a text", "preset": "kivi-3", "prefixes": 3, "max_length": -1, **options})
+
+
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 6}, {"max_length": 56}])
+@pytest.mark.parametrize("chunks", [{}, {"prefill_chunk_size": 16}])
+def test_a_configuration_is_passed_without_settings(model, monkeypatch, limit, chunks):
+    """transformers warns of both together."""
+    logged = []
+    for level in ("warning", "warning_once"):
+        monkeypatch.setattr(transformers.generation.utils.logger, level, lambda text, *_: logged.append(text))
+    ids, config = left_padded(1, 50)[0], GenerationConfig(**limit, **chunks, pad_token_id=0)
+    before = config.to_dict()
+    want = lb.generate(model, ids, "kivi-2", 6, pad_token_id=0, **chunks)
+    assert torch.equal(lb.generate(model, ids, "kivi-2", generation_config=config), want)
+    assert logged == []
+    assert config.to_dict() == before
+
+
+def test_none_replaces_the_models_setting_in_spite_of_a_configuration(model):
+    model.generation_config.prefill_chunk_size = 16
+    options = call_options.in_one_configuration(
+        model, {"prefill_chunk_size": None, "max_new_tokens": 3, "generation_config": GenerationConfig()}
+    )
+    config, _ = model._prepare_generation_config(**options)
+    assert (config.prefill_chunk_size, config.max_new_tokens) == (None, 3)
 
 
 def test_names_that_transformers_knows(model):
