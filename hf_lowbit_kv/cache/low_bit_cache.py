@@ -376,11 +376,13 @@ class LowBitCache(Cache, PushToHubMixin):
             push_to_hub: also upload, as models do; `repo_id`, `token`, `private`, `commit_message` may follow.
 
         Raises:
-            ValueError: the cache was made from a configuration, its model is gone or has offloaded weights, another model or
-                adapter filled it, or it belongs to tensor parallelism.
+            ValueError: `save_directory` is empty, the cache was made from a configuration, its model is gone or has offloaded
+                weights, another model or adapter filled it, or it belongs to tensor parallelism.
             RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written,
                 or a file has the name of the folder.
         """
+        if not str(save_directory):  # `Path` would mean the working directory
+            raise ValueError("save_directory='' is not allowed; it must name a folder")
         folder, model = Path(save_directory), self.model.get("saved")
         self.check_model()
         if tp_size(model) > 1:

@@ -410,6 +410,13 @@ def test_what_cannot_be_saved(model, tmp_path):
         lb.LowBitCache.from_pretrained(tmp_path, model)
 
 
+def test_an_empty_name_of_a_folder(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="save_directory='' is not allowed"):
+        filled(model).save_pretrained("")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_hub(model, tmp_path, monkeypatch):
     """transformers' mixin uploads what `save_pretrained` wrote."""
     sent = []
