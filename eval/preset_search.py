@@ -15,6 +15,7 @@ from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.cache.served_models import unwrap
 from hf_lowbit_kv.cache.spoiled_keys import spoiled_keys
+from hf_lowbit_kv.calibration_files.calibration_file import Calibration
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
 from .cache_sizes import Factory, Size, sizes
@@ -116,7 +117,7 @@ def recommend(
 
 
 class _Maker:
-    """Makes a preset's cache. `code` makes the same cache."""
+    """Makes a preset's cache. `code` makes the same cache; it has a calibration only if the preset uses one."""
 
     def __init__(self, name: str, model: Any, overrides: dict[str, Any]):
         self.name, self.model, self.overrides = name, model, overrides
@@ -126,7 +127,8 @@ class _Maker:
 
     @property
     def code(self) -> str:
-        changes = "".join(f", {key}={value!r}" for key, value in self.overrides.items())
+        unused = () if self.calibrated else ("calibration",)
+        changes = "".join(f", {key}={_in_code(value)}" for key, value in self.overrides.items() if key not in unused)
         return f'import hf_lowbit_kv as lb\ncache = lb.from_preset("{self.name}", model{changes})'
 
     @property
@@ -134,6 +136,13 @@ class _Maker:
         """Whether a layer needs calibrated tensors."""
         specs = (layer.spec for layer in self().packed_layers)
         return any(part.has_parameters for spec in specs for _, part, _ in spec.roles(1, 1))
+
+
+def _in_code(value: Any) -> str:
+    """The value of an argument in Python code: a calibration by its file, or else by the name `calibration`."""
+    if isinstance(value, Calibration):
+        return repr(value.path) if value.path else "calibration"
+    return repr(str(value)) if isinstance(value, Path) else repr(value)
 
 
 def _spoiled(cache: LowBitCache, model: Any) -> bool:

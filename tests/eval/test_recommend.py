@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from cases import random_parameters, tiny_models
+from cases import calibration_of, random_parameters, tiny_models
 from tiny_tokenizers import TEXT, Numbers
 
 import hf_lowbit_kv as lb
@@ -150,6 +150,20 @@ def test_it_says_which_preset_uses_a_calibration(model):
         progress=False,
     )
     assert rows[0]["calibrated"]
+
+
+def test_the_code_names_the_file_of_a_calibration_that_the_preset_uses(model, tmp_path):
+    """The code is Python, and makes the cache that was measured."""
+    calibration_of(model).save(path := tmp_path / "cal.safetensors")
+    for given in (lb.Calibration.load(path), path, str(path)):
+        for transform, used in ({"transform": "smooth"}, f", transform='smooth', calibration={str(path)!r}"), ({}, ""):
+            overrides = {**transform, "calibration": given}
+            (row,) = recommend(
+                model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], overrides, 640, 600, progress=False
+            )
+            assert row["code"].endswith(f'("kivi-2", model{used})')
+            exec(row["code"], names := {"model": model})
+            assert names["cache"].layers[0].spec == lb.from_preset("kivi-2", model, **overrides).layers[0].spec
 
 
 def test_a_short_text_is_refused(model):
