@@ -10,6 +10,7 @@ from ..presets import (
     DEFAULT_PRESET,
     HEAD_DIM,
     LISTED,
+    RECOMMENDED,
     Preset,
     bits_per_value,
     get_preset,
@@ -18,7 +19,7 @@ from ..presets import (
     recommended_first,
     short_list,
 )
-from .shared_options import JsonOption, print_json, print_table
+from .shared_options import JsonOption, print_json, print_left_out, print_table
 
 
 def presets(
@@ -29,11 +30,20 @@ def presets(
 ) -> None:
     """List the recommended presets and their bits per value. The bits include scales and the 16-bit window.
 
+    Presets that do not fit --head-dim are named on standard error.
     With --json the list always has all presets.
     """
-    names = recommended_first(preset_names())
+    _row(get_preset("dense"), tokens, head_dim)  # raises for a size of heads that no format supports
+    fitting, reasons = dict[str, dict[str, Any]](), dict[str, str]()
+    for name in recommended_first(preset_names()):
+        try:
+            fitting[name] = _row(get_preset(name), tokens, head_dim)
+        except ValueError as error:
+            reasons[name] = str(error)
+    names = list(fitting)
     listed = names if every or as_json else short_list(names)
-    rows = [_row(get_preset(name), tokens, head_dim) for name in listed]
+    print_left_out({name: reasons[name] for name in reasons if every or as_json or name in RECOMMENDED})
+    rows = [fitting[name] for name in listed]
     if as_json:
         print_json(rows)
         return
@@ -47,7 +57,8 @@ def presets(
 
 
 def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
-    """The table row of a preset. Needs no torch if its bits are in `BITS_OF_A_PAGE`."""
+    """The table row of a preset. Needs no torch if its bits are in `BITS_OF_A_PAGE`. Raises `ValueError` if the preset
+    does not fit the size of heads."""
     bits = bits_per_value(preset, tokens) if head_dim == HEAD_DIM else None
     if preset.name in LISTED and bits is not None:
         calibrated = is_calibrated(preset)

@@ -116,11 +116,16 @@ def all_presets(model: Any, overrides: dict[str, Any] | None = None) -> list[str
     from ..eval.preset_search import fitting_presets
 
     names, reasons = fitting_presets(model, overrides)
-    for name, reason in reasons.items():
-        Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    print_left_out(reasons)
     if not names:
         raise ValueError(f"no preset supports this model: {next(iter(reasons.values()))}")
     return names
+
+
+def print_left_out(reasons: dict[str, str]) -> None:
+    """Print presets that are left out, with the reason for each, to standard error."""
+    for name, reason in reasons.items():
+        Console(stderr=True).print(f"without {name}: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
 def parse_overrides(options: list[str] | None, calibration: str | None = None) -> dict[str, Any]:

@@ -82,6 +82,25 @@ def test_presets_shows_the_recommended_ones_first(run, monkeypatch):
     assert "mine" in dict(listed()[0])
 
 
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_presets_names_those_that_do_not_fit_the_heads(run, head_dim):
+    """The others are listed, with the bits that the formats store."""
+    code, out, err = run("presets", "--head-dim", head_dim, "--json")
+    rows = json.loads(out)
+    unfit = re.findall(r"^without (\S+): .* with head_dim=", err, re.MULTILINE)
+    assert (code, bool(unfit)) == (0, True)
+    assert sorted([*unfit, *(row["preset"] for row in rows)]) == sorted(preset_names())
+    (kivi,) = [row for row in rows if row["preset"] == "kivi-2"]
+    assert kivi["bits_per_value"] == pytest.approx(
+        presets.get_preset("kivi-2").spec().bits_per_value(32768, head_dim), abs=1e-4
+    )
+    code, out, few = run("presets", "--head-dim", head_dim)
+    shown = re.findall(r"^([a-z][\w.-]+)(?: [*+])* .*\d *$", out, re.MULTILINE)
+    assert (code, shown) == (0, [name for name in presets.RECOMMENDED if name not in unfit])
+    assert re.findall(r"^without (\S+):", few, re.MULTILINE) == [x for x in presets.RECOMMENDED if x in unfit]
+    assert f"{len(rows) - len(shown)} more: hf-lowbit-kv presets --all" in out
+
+
 @pytest.mark.parametrize("tokens", [1, 100, 1000, 32768, 100_001])
 def test_the_table_of_sizes_agrees_with_the_formats(tokens):
     """What `presets` prints without torch is what the formats store."""
