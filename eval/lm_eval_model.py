@@ -55,6 +55,7 @@ from hf_lowbit_kv.eval.local_models import (
     without_tokenizer,
 )
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
+from hf_lowbit_kv.folders import try_folder
 from hf_lowbit_kv.formats.registered import load_installed
 from hf_lowbit_kv.presets import get_preset
 
@@ -321,7 +322,8 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
     reads them.
 
     Raises:
-        ValueError: an option that lm-eval does not know, or that is not offered here; a limit that is not above 0.
+        ValueError: an option that lm-eval does not know, or that is not offered here; a limit that is not above 0; an
+            `--output_path` that is no folder that can be written.
     """
     arguments = ["run", "--tasks", ",".join(tasks), *options]
     parser = HarnessCLI()._parser
@@ -341,7 +343,20 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
         raise ValueError(
             f"--limit {config.limit:g} is not allowed; it must be a number of items, a share of them below 1, or left out"
         )
+    if config.output_path:
+        _try_output(Path(config.output_path))
     return config
+
+
+def _try_output(folder: Path) -> None:
+    """Raise `ValueError` if a folder for lm-eval's files cannot be written: lm-eval itself would leave them out silently.
+    Creates the folder if it is missing."""
+    try:
+        try_folder(folder)
+    except OSError as error:
+        raise ValueError(
+            f"--output_path: {str(folder)!r} cannot be written: {error.strerror}; it must be a folder, or a new name"
+        ) from error
 
 
 def evaluate(
@@ -368,6 +383,8 @@ def evaluate(
     # some tasks (ruler) measure their texts with the model's tokenizer
     config.metadata = {"tokenizer": lm.tokenizer.name_or_path} | config.metadata
     manager = _task_manager(config, tasks)
+    for preset in presets if config.output_path else ():
+        _try_output(Path(config.output_path) / preset)
     rows = []
     for preset in presets:
         lm.use(preset, **(overrides if preset != FULL else {}))

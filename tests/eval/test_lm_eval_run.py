@@ -217,6 +217,39 @@ def test_a_limit_that_leaves_no_item_is_refused(limit):
         parse_options(["numbers"], [f"--limit={limit}"])
 
 
+def test_a_path_that_lm_eval_could_not_write_is_refused(run, model_folder, task, tmp_path, monkeypatch):
+    """lm-eval itself leaves its files out without a message. A file is refused before the model is loaded."""
+    file = tmp_path / "file.json"
+    file.write_text("{}")
+    with pytest.raises(
+        ValueError, match=rf"--output_path: '{file}' cannot be written: File exists; it must be a folder"
+    ):
+        parse_options(["numbers"], ["--output_path", str(file)])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kivi-2").write_text("a file where the preset's folder belongs")
+    options = [
+        "--tasks",
+        "numbers",
+        "--preset",
+        "kivi-2",
+        "--model",
+        model_folder,
+        "--include_path",
+        task,
+        "--limit",
+        1,
+    ]
+    options += [*SMALL_OVERRIDES, "--device", "cpu", "--no-full", "--json", "--output_path"]
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_eval_model, "_simple_evaluate", lambda *_: pytest.fail("measured before the check"))
+        code, _, err = run(*options, tmp_path / "out")
+    assert (code, "out/kivi-2' cannot be written" in "".join(err.split("\n"))) == (1, True)
+    code, _, err = run(*options, tmp_path / "new")
+    assert code == 0, err
+    (results,) = (tmp_path / "new" / "kivi-2").rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["numbers"]["acc,none"] in (0.0, 1.0)
+
+
 @pytest.mark.slow
 def test_accelerate_shares_the_work(model_folder, task, tmp_path):
     """Two processes on a CPU give one table, that of one process."""
