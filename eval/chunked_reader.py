@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
 from hf_lowbit_kv.formats import Dense
+from hf_lowbit_kv.storage.layer_spec import LayerSpec
 
 #: name of transformers' own full-precision cache in tables, records and options
 FULL = "full"
@@ -307,3 +308,13 @@ def packed_tokens(cache: Cache, rows: int) -> list[float]:
 def packs(spec: Any) -> bool:
     """Whether a layer stores keys or values in fewer bits than the model's dtype."""
     return not all(isinstance(fmt, Dense) for fmt in spec.formats)
+
+
+def packing_specs(cache: Cache) -> list[LayerSpec]:
+    """Specs of the layers of a cache that store keys or values in fewer bits than the model's dtype."""
+    return [layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer) and packs(layer.spec)]
+
+
+def tokens_to_pack(spec: LayerSpec) -> int:
+    """The number of tokens at which a row packs its first page."""
+    return spec.sink + spec.residual + (1 if spec.direct else spec.page_size)

@@ -7,6 +7,7 @@ next layer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.cache.registration import register
 from hf_lowbit_kv.storage.step import StepInputs
 
-from .perplexity import check_window, chunk_bounds, window_tokens
+from .perplexity import check_packed, check_window, chunk_bounds, window_tokens
 from .texts import Text, read_text
 
 #: a function of a layer's module, its queries, keys and values, the options of its attention, and the exact output
@@ -53,10 +54,12 @@ def run(
         norm of the exact outputs).
 
     Raises:
-        ValueError: an unknown preset, a text that is too short, or a model with latent attention.
+        ValueError: an unknown preset, a text or `context` that is too short, or a model with latent attention.
     """
     check_window(model, context, start)
-    caches = {name: from_preset(name, model, **overrides or {}) for name in presets}
+    factories = {name: functools.partial(from_preset, name, model, **overrides or {}) for name in presets}
+    check_packed(factories, context)
+    caches = {name: factory() for name, factory in factories.items()}
     for cache in caches.values():
         if cache.spec.attention_kind.name != "separate":
             raise ValueError(f"model_type={model.config.model_type!r} stores a latent: there are no keys to look at")

@@ -45,7 +45,7 @@ from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
 from hf_lowbit_kv.eval import local_models
-from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packs
+from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packing_specs, packs, tokens_to_pack
 from hf_lowbit_kv.eval.local_models import (
     AUTO,
     bundled_model,
@@ -171,8 +171,7 @@ class LowBitLM(HFLM):
         return {task: share.value for task, share in self.shares.items()}
 
     def _packs(self) -> bool:
-        layers = self.new_cache().layers  # nothing is allocated yet
-        return any(isinstance(layer, LowBitLayer) and packs(layer.spec) for layer in layers)
+        return bool(packing_specs(self.new_cache()))  # nothing is allocated yet
 
     def get_model_info(self) -> dict:
         """lm-eval writes these fields into the record of a run."""
@@ -229,9 +228,7 @@ class LowBitLM(HFLM):
         if self.allow_unpacked or not self._packs():
             return
         if unpacked := [task for task in tasks if self.shares[task].packed == 0]:
-            cache = self.new_cache()
-            spec = next(layer.spec for layer in cache.layers if isinstance(layer, LowBitLayer) and packs(layer.spec))
-            first = spec.sink + spec.residual + (0 if spec.direct else spec.page_size)
+            first = min(map(tokens_to_pack, packing_specs(self.new_cache())))
             raise ValueError(
                 f"packed_share=0 for {', '.join(unpacked)}: nothing was read packed, so the result says nothing about preset "
                 f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (more few-shot examples: "

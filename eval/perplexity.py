@@ -36,6 +36,7 @@ from hf_lowbit_kv.storage.step import StepInputs
 
 from .bootstrap import error_of_mean
 from .cache_sizes import LONG, Factory, sizes
+from .chunked_reader import packing_specs, tokens_to_pack
 from .data_parallel import ONE_PROCESS, Processes
 from .texts import Text, read_text
 
@@ -160,8 +161,9 @@ def run(
         caches prefer the same token), `by_position` (see `Scores.by_position`; edges as `position_edges` says).
 
     Raises:
-        ValueError: an unknown preset, `start` not below `context`, a `context` beyond the model's longest, or a text
-            that is too short. It is raised before the model reads a window.
+        ValueError: an unknown preset, `start` not below `context`, a `context` beyond the model's longest, a `context`
+            so short that no packed token is read, or a text that is too short. It is raised before the model reads a
+            window.
     """
     overrides = overrides or {}
     names = list(dict.fromkeys(presets))
@@ -235,6 +237,7 @@ def score(
     if windows < 0:
         raise ValueError(f"windows={windows} is not allowed; it must be 1 or more, or 0 for the whole text")
     check_window(model, context, start)
+    check_packed(factories, context, chunk)
     groups: dict[tuple[int, ...], list[str]] = {}  # caches with the same chunks share a full-precision pass
     for name, factory in factories.items():
         groups.setdefault(chunk_bounds(factory().spec, context, chunk), []).append(name)  # nothing is allocated yet
@@ -280,6 +283,26 @@ def check_window(model: Any, context: int, start: int) -> None:
         raise ValueError(
             f"context={context} is more than the model's max_position_embeddings={longest}; read a longer text in several "
             f"windows: context={longest}, windows={-(-context // longest)}"
+        )
+
+
+def check_packed(factories: Mapping[str, Factory], context: int, chunk: int = CHUNK, name: str = "context") -> None:
+    """Raise `ValueError` if a window is so short that a cache which packs tokens reads none of them packed. name: the name
+    of `context` in error messages."""
+    unpacked, needed = list[str](), list[int]()
+    for preset, factory in factories.items():
+        cache = factory()  # nothing is allocated yet
+        specs = packing_specs(cache)
+        # tokens in the cache when the last chunk with a scored position begins; the last position is not scored
+        stored = max((bound for bound in chunk_bounds(cache.spec, context, chunk) if bound <= context - 2), default=0)
+        if specs and not any(spec.paged_after(stored - spec.sink) for spec in specs):
+            unpacked.append(preset)
+            needed.append(min(map(tokens_to_pack, specs)))
+    if unpacked:
+        raise ValueError(
+            f"{name}={context} is too short for {', '.join(unpacked)}: nothing would be read packed, so the result would say "
+            f"nothing about {'this preset' if len(unpacked) == 1 else 'these presets'}. The first page is packed at "
+            f"{min(needed)} tokens or later; give a larger {name}, or caches with a smaller residual"
         )
 
 

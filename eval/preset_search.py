@@ -19,7 +19,7 @@ from hf_lowbit_kv.calibration_files.calibration_file import Calibration
 from hf_lowbit_kv.presets import DEFAULT_PRESET, preset_names
 
 from .cache_sizes import Factory, Size, sizes
-from .perplexity import mean_row, position_edges, score, window_tokens
+from .perplexity import check_packed, mean_row, position_edges, score, window_tokens
 from .texts import Text, read_text
 
 #: most presets to measure: those with the most bits within the budget, and the default
@@ -87,7 +87,7 @@ def recommend(
 
     Raises:
         ValueError: no preset meets the budget (the message names the nearest), an unknown preset, a text that is too
-            short, too few `tokens`, or no candidate survives the model's key biases.
+            short, too few `tokens` (also to pack a page), or no candidate survives the model's key biases.
     """
     overrides = overrides or {}
     if not 0 <= start < tokens - 1:
@@ -102,6 +102,7 @@ def recommend(
     sizes_of = sizes({name: factories[name] for name in same}, model, budget.context, budget.batch)
     default = next((name for name, others in same.items() if DEFAULT_PRESET in (name, *others)), None)
     chosen = within(budget, sizes_of, MOST, default)
+    check_packed({name: factories[name] for name in chosen}, tokens, name="tokens")
     scores = score({name: factories[name] for name in chosen}, [source], model, tokenizer, tokens, start,
                    progress=progress)  # fmt: skip
     rows = []

@@ -292,8 +292,11 @@ def test_perplexity(run, model_folder, tmp_path):
     assert re.search(r"^dense +16\.00 +16\.00 ", out, re.MULTILINE)
     assert "…" not in out
     assert "200 to 256  256 to 280" in out
-    wide = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options, "--json")[1]
+    wide = run("eval", "perplexity", "--preset", "kivi-2", "--set", "bits_k=4", *options, "--json")[1]
     assert json.loads(wide)[0]["bits_per_value"] > rows[1]["bits_per_value"]
+    code, out, err = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options)
+    assert (code, out) == (1, "")
+    assert "context=280 is too short for kivi-2: nothing would be read packed" in " ".join(err.split())
 
 
 def test_recommend(run, model_folder, tmp_path):

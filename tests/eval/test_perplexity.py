@@ -92,9 +92,39 @@ def test_bits_are_those_of_a_16_bit_model_here_and_at_32k(model, texts):
 
 @pytest.mark.parametrize("preset", ["kivi-2", "kivi-2-sink"])
 def test_default_chunk_is_decoding_token_by_token(model, texts, preset):
-    chunked, decoded, coarse = (score([preset], texts[:1], model, chunk=chunk)[0] for chunk in (128, 1, 300))
+    chunked, decoded, coarse = (score([preset], texts[:1], model, chunk=chunk)[0] for chunk in (128, 1, 200))
     assert chunked["kl"] == pytest.approx(decoded["kl"], rel=1e-3)
     assert coarse["kl"] < 0.95 * decoded["kl"]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(("residual", "packed_at"), [(111, 239), (112, 240)])
+def test_nothing_packed_is_an_error(model, texts, residual, packed_at, parallel):
+    """A KL of 0 would say nothing about the preset. The last position is not scored, so a chunk that has only this one does
+    not count."""
+    factories = {
+        "dense": functools.partial(lb.from_preset, "dense", model),
+        "kivi-2": functools.partial(lb.from_preset, "kivi-2", model, residual=residual),
+    }
+
+    def found(context):
+        scores = perplexity_score(
+            factories, texts, model, Letters(), context, 100, progress=False, parallel=parallel
+        )  # fmt: skip
+        return scores["kivi-2"][0]["kl"]
+
+    message = f"context={packed_at + 1} is too short for kivi-2: nothing .* first page is packed at {packed_at} tokens"
+    with pytest.raises(ValueError, match=message):
+        found(packed_at + 1)
+    kl = found(packed_at + 2)
+    assert kl[:-1].abs().max() < 1e-6 < kl[-1]  # only the last scored position reads a page
+
+
+def test_nothing_packed_is_an_error_before_the_model_reads(model, texts):
+    with pytest.raises(ValueError, match=r"context=200 is too short for kivi-2, kv4: .* about these presets"):
+        run(["kivi-2", "dense", "kv4"], texts, model, Letters(), 200, 1, progress=False)
+    (row,) = run(["kv4"], texts, model, Letters(), 200, 1, progress=False, overrides={"residual": 32})
+    assert row["kl"] > 0
 
 
 CALIBRATED = ("eigen-2", "vecinfer-2", "million-2")

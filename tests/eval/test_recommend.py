@@ -177,6 +177,15 @@ def test_too_few_tokens_are_refused_by_their_name(model):
         recommend(model, Numbers(), TEXT, Budget(9, None, 32768), ["kivi-2"], tokens=400, progress=False)
 
 
+def test_presets_that_would_pack_nothing_are_not_proposed(model):
+    """They would be the best, with a KL of 0."""
+    match = "tokens=640 is too short for kivi-2: nothing would be read packed"
+    with pytest.raises(ValueError, match=match):
+        recommend(
+            model, Numbers(), TEXT, Budget(16, None, 32768), ["kivi-2"], {"residual": 4096}, 640, 256, progress=False
+        )
+
+
 def test_presets_for_other_models_are_left_out(model):
     names, reasons = fitting_presets(model)
     assert "kivi-2" in names
