@@ -477,9 +477,8 @@ def _is_of_the_hub(error: BaseException) -> bool:
     while step is not None:
         seen += [type(step).__name__, type(step).__module__.partition(".")[0]]
         step = step.__cause__ or step.__context__
-    return any(
-        name in seen for name in ("ConnectionError", "OfflineModeIsEnabled", "huggingface_hub", "datasets", "httpx")
-    )
+    signs = ("ConnectionError", "OfflineModeIsEnabled", "huggingface_hub", "datasets", "httpx", "httpx2")
+    return any(name in seen for name in signs)
 
 
 def _rows(results: Any, lm: LowBitLM, preset: str, seconds: float) -> list[dict[str, Any]]:

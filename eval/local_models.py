@@ -170,10 +170,17 @@ def model_name(name: str | None) -> str:
 @contextmanager
 def explained(name: str) -> Iterator[None]:
     """Wraps the loading of model `name` (a folder or a hub name). If there is no such model, `OSError` says what to
-    do."""
+    do. A damaged file of weights raises `OSError` too."""
+    from safetensors import SafetensorError
+
     check_model_folder("model", name)
     try:
         yield
+    except SafetensorError as error:
+        raise OSError(
+            f"model {name!r} cannot be loaded: a file of its weights is damaged, it may be truncated ({error}); copy or "
+            "download it again"
+        ) from error
     except OSError as error:
         if Path(name).is_dir():  # the message already says what the folder lacks
             raise

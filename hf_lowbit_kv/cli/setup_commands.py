@@ -166,7 +166,13 @@ def share(
             raise ValueError(f"--measured {str(measured)!r} is not a JSON list of objects")
     from ..calibration_files.calibration_file import Calibration
 
-    address = Calibration.load(calibration).push_to_hub(repo_id, measured=rows, private=private or None)
+    loaded = Calibration.load(calibration)
+    try:
+        address = loaded.push_to_hub(repo_id, measured=rows, private=private or None)
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):  # httpx or httpx2: the hub's client passes their errors on
+            raise
+        raise OSError(f"{repo_id!r} cannot be uploaded, the hub is not reached: {error}") from error
     if as_json:
         print_json({"repo_id": repo_id, "url": str(address)})
     else:

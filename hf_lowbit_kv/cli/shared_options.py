@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     import torch
 
 _INTEGER = re.compile("-?[0-9]+")
+#: options of `from_preset` that must be text, and those that may also be null
+_TEXTS, _TEXTS_OR_NULL = {"key_format", "value_format"}, {"backend", "calibration"}
 DTYPES = ("float32", "float16", "bfloat16")
 #: name in JSON -> heading in tables of 80 columns
 HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
@@ -150,11 +152,37 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             overrides[name] = {
                 int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()
             }
+        _check_json(name, overrides[name], option)
     if calibration is None:
         return overrides
     from ..calibration_files.calibration_file import Calibration
 
     return {"calibration": Calibration.load(calibration), **overrides}
+
+
+def _check_json(name: str, value: Any, option: str) -> None:
+    """Raise `ValueError` for a value of `--set` whose type `from_preset` does not take: there it would be a
+    `TypeError`, which counts as a defect."""
+    if name == "parameters":
+        raise ValueError(f"--set {option!r} is not allowed: parameters are tensors; use --calibration FILE")
+    if name == "dense_layers" and not (isinstance(value, list) and all(type(each) is int for each in value)):
+        raise ValueError(
+            f"--set {option!r} is not allowed; it must be a list of layer indices, e.g. dense_layers=[0,-1]"
+        )
+    if name == "per_layer" and value is not None:
+        form = 'a JSON object from layer indices to presets or options, e.g. per_layer={"0": "dense"}'
+        if not isinstance(value, dict) or not all(
+            type(layer) is int and isinstance(each, (str, dict)) for layer, each in value.items()
+        ):
+            raise ValueError(f"--set {option!r} is not allowed; it must be {form}")
+        for each in value.values():
+            for key in _TEXTS & each.keys() if isinstance(each, dict) else ():
+                if not isinstance(each[key], str):
+                    raise ValueError(f"--set {option!r} is not allowed; {key} must be text")
+    if (name in _TEXTS and not isinstance(value, str)) or (
+        name in _TEXTS_OR_NULL and not isinstance(value, str | None)
+    ):
+        raise ValueError(f"--set {option!r} is not allowed; it must be text")
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:

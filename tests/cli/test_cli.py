@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import transformers
-from cases import tiny_models
+from cases import calibration_of, tiny_models
+from huggingface_hub import get_session
 from transformers import AutoTokenizer
 
 import hf_lowbit_kv
@@ -147,6 +148,20 @@ def test_names_that_are_declared_without_torch():
             ["eval", "perplexity", "--set", "residal=64"],
             1,
             "'residal' is not an option of a cache; did you mean 'residual'?",
+        ),
+        *(
+            (["eval", "perplexity", "--set", option], 1, f"--set {option!r} is not allowed{reason}")
+            for option, reason in (
+                ("dense_layers=0", "; it must be a list of layer indices"),
+                ("dense_layers=[true]", "; it must be a list of layer indices"),
+                ("per_layer=5", "; it must be a JSON object from layer indices to presets"),
+                ('per_layer={0: "dense"}', "; it must be a JSON object from layer indices to presets"),
+                ('per_layer={"first": "dense"}', "; it must be a JSON object from layer indices to presets"),
+                ('per_layer={"0": {"key_format": 4}}', "; key_format must be text"),
+                ("key_format=null", "; it must be text"),
+                ("backend=[1]", "; it must be text"),
+                ("parameters=5", ": parameters are tensors; use --calibration FILE"),
+            )
         ),
         (["serve", "--set", "residal=64"], 1, "did you mean 'residual'?"),
         (["demo", "--preset", "KIVI-4-SINK"], 1, "did you mean 'kivi-4-sink'?"),
@@ -358,6 +373,31 @@ def test_an_unreachable_model_is_explained(run, monkeypatch):
     assert "leave the model out: SmolLM2-135M-Instruct comes with a package" in " ".join(err.split())
 
 
+def test_a_truncated_file_of_weights(run, model_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for command in (["demo", "--prompt", "1 2 3"], ["eval", "lm-eval", "--tasks", "needle", "--preset", "kivi-2"]):
+        code, out, err = run(*command, "--model", folder, "--device", "cpu")
+        assert (code, out) == (1, "")
+        assert "cannot be loaded: a file of its weights is damaged, it may be truncated" in " ".join(err.split())
+
+
+def test_sharing_without_a_network(run, tmp_path, monkeypatch):
+    """The errors of the hub's client are no `OSError`."""
+    client = sys.modules[get_session().__class__.__module__.partition(".")[0]]
+
+    def unreachable(*args, **kwargs):
+        raise client.ConnectError("[Errno -2] Name or service not known")
+
+    calibration_of(tiny_models("llama")[0]).save(tmp_path / "cal.safetensors")
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unreachable)
+    code, out, err = run("share", tmp_path / "cal.safetensors", "me/x")
+    assert (code, out) == (1, "")
+    assert "'me/x' cannot be uploaded, the hub is not reached: [Errno -2] Name" in " ".join(err.split())
+
+
 def test_a_model_without_a_tokenizer(run, tmp_path):
     tiny_models("llama")[0].save_pretrained(tmp_path)
     code, _, err = run("demo", "--model", tmp_path, "--prompt", "1 2 3")
@@ -412,5 +452,5 @@ def test_an_interrupted_conversion_leaves_nothing(monkeypatch, tmp_path):
 
 
 def test_layers_are_numbers_in_set_options():
-    parsed = parse_overrides(['per_layer={"0": "dense", "-1": "kv8", "first": "kv4"}'])
-    assert parsed == {"per_layer": {0: "dense", -1: "kv8", "first": "kv4"}}
+    parsed = parse_overrides(['per_layer={"0": "dense", "-1": {"key_format": "int4-token"}}'])
+    assert parsed == {"per_layer": {0: "dense", -1: {"key_format": "int4-token"}}}
