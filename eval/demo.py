@@ -60,14 +60,21 @@ def compare(
         The full-precision answer, and one row for each preset: `preset, text, same_answer, agreeing_tokens` (how many
         tokens agree with full precision before the first difference), `bits_per_value, kv_bytes, kv_bytes_full` (of the stored
         tokens, everything counted, the window in 16 bits; see `sizes`), `seconds`.
+
+    Raises:
+        ValueError: a preset that does not fit the model or lacks its calibration, or more tokens than the model's
+            context. It is raised before the first answer.
     """
     inputs = _tokens(tokenizer, prompt).to(model.device)
+    _check_length(model, inputs["input_ids"].shape[1], max_new_tokens)
+    factories = {preset: functools.partial(from_preset, preset, model, **overrides or {}) for preset in presets}
+    for factory in factories.values():
+        factory()  # raises if the preset does not fit the model; nothing is allocated
     report("full precision")
     reference = _answer(model, tokenizer, inputs, DynamicCache(config=model.config), max_new_tokens)
     rows = []
-    for preset in presets:
+    for preset, factory in factories.items():
         report(preset)
-        factory = functools.partial(from_preset, preset, model, **overrides or {})
         answer = _answer(model, tokenizer, inputs, cache := factory(), max_new_tokens)
         size = sizes({preset: factory}, model, int(cache.get_seq_length()))[preset]
         rows.append(
@@ -83,6 +90,19 @@ def compare(
             }
         )
     return reference, rows
+
+
+def _check_length(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
+    """Raise `ValueError` if prompt and answer are longer than the model's context."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is None or prompt_tokens + max_new_tokens <= longest:
+        return
+    context = f"the prompt has {prompt_tokens} tokens, and the model's max_position_embeddings is {longest}"
+    if prompt_tokens >= longest:
+        raise ValueError(f"the prompt is too long: {context}; give a shorter prompt")
+    raise ValueError(
+        f"max_new_tokens={max_new_tokens} is not allowed: {context}; at most {longest - prompt_tokens} is allowed"
+    )
 
 
 def _tokens(tokenizer: Any, prompt: str) -> Any:

@@ -219,6 +219,25 @@ def test_demo_as_json(run, model_folder):
         assert row["kv_bytes"] / row["kv_bytes_full"] == pytest.approx(row["bits_per_value"] / 16, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", 725], "max_new_tokens=725 is not allowed: the prompt has 300 tokens, and the model's"),
+        (["--max-new-tokens", 100_000], "is 1024; at most 724 is allowed"),
+        (["--prompt", " ".join(["5"] * 1024)], "the prompt is too long: the prompt has 1024 tokens"),
+        (["--preset", "kivi-2,eigen-2"], "needs a calibration"),
+        (["--preset", "kivi-2,snapmla"], "latent"),
+    ],
+)
+def test_demo_checks_everything_before_the_first_answer(
+    run, model_folder, own_calibrations, monkeypatch, options, message
+):
+    monkeypatch.setattr("hf_lowbit_kv.eval.demo._answer", lambda *_: pytest.fail("answers before the check"))
+    code, out, err = run("demo", "--model", model_folder, "--prompt", PROMPT, *options)
+    assert (code, out) == (1, "")
+    assert message in " ".join(err.split())
+
+
 def test_demo_shows_the_default_and_a_small_preset_or_all(run, model_folder, monkeypatch):
     calls = []
 
