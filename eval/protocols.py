@@ -51,7 +51,9 @@ def wikitext_text(dataset: str | None = None) -> Text:
         OSError: the hub or the file cannot be read.
     """
     name, config, split = WIKITEXT if dataset is None else (dataset, None, "test")
-    return dataset_text(name, config, split, tokens=EVERYTHING)
+    return dataset_text(
+        name, config, split, tokens=EVERYTHING, advice="Without the hub, use a local file: --dataset FILE"
+    )
 
 
 def wikitext(

@@ -167,6 +167,8 @@ def protocol(
     if name == "wikitext":
         if tasks or context.args:
             raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} is not allowed with --name wikitext")
+        if dataset is not None and not dataset.is_file():
+            raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name wikitext it must be a file")
         text = protocols.wikitext_text(None if dataset is None else str(dataset))
         loaded, tokenizer = load(model, device, dtype)
         rows = protocols.wikitext(names, text, loaded, tokenizer, windows, batch_size, **changes)

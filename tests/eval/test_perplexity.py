@@ -239,6 +239,11 @@ def test_documents_of_a_dataset(tmp_path):
         dataset_text(str(path), column="title")
     with pytest.raises(ValueError, match="is no file that can be read; allowed: json, jsonl, csv"):
         dataset_text(__file__)
+    (tmp_path / "data").mkdir()
+    path.rename(tmp_path / "data" / "train.jsonl")
+    assert dataset_text(str(tmp_path / "data"), split="train").content.startswith("document 0")
+    with pytest.raises(ValueError, match=r"--split 'test' of dataset .*data' is not found: Bad split.*'train'"):
+        dataset_text(str(tmp_path / "data"))
 
 
 def test_a_dataset_that_is_not_reached(monkeypatch):

@@ -131,6 +131,7 @@ def test_kivi(run, folder, tmp_path):
         (["--name", "kivi", "-p", "kv4", "--tasks", "hellaswag"], "task 'hellaswag' does not belong to the protocol kivi"),
         (["--name", "kivi", "-p", "kv4", "--tasks", "gsm8k", "--dataset", "."], "gsm8k/test.jsonl, the data of task gsm8k"),
         (["--name", "kivi", "-p", "kv5x"], "kv5x"),
+        (["--name", "wikitext", "-p", "kv4", "--dataset", "."], "--dataset '.' is not allowed; for --name wikitext it must be"),
     ],
 )  # fmt: skip
 def test_what_is_refused(run, arguments, message, monkeypatch):
@@ -138,6 +139,18 @@ def test_what_is_refused(run, arguments, message, monkeypatch):
     code, _, err = run(*arguments)
     assert code == 1
     assert message in " ".join(err.split())
+
+
+def test_without_the_hub_a_local_file_is_proposed(run, monkeypatch):
+    """This command has no --text."""
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    code, _, err = run("--name", "wikitext", "-p", "kv4")
+    assert code == 1
+    assert "no route. Without the hub, use a local file: --dataset FILE." in " ".join(err.split())
 
 
 def test_the_window_is_the_protocols():
