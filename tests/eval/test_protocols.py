@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +152,11 @@ def test_without_the_hub_a_local_file_is_proposed(run, monkeypatch):
     code, _, err = run("--name", "wikitext", "-p", "kv4")
     assert code == 1
     assert "no route. Without the hub, use a local file: --dataset FILE." in " ".join(err.split())
+
+
+def test_the_page_names_the_tasks_as_the_command_does():
+    page = (Path(__file__).parents[2] / "docs" / "protocols.md").read_text(encoding="utf-8")
+    assert [task for task in protocols.KIVI_TASKS if f"`{task}`" not in page] == []
 
 
 def test_the_window_is_the_protocols():
