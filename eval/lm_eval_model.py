@@ -41,6 +41,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hf_lowbit_kv.backends.choice import BACKENDS
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.method_caches import from_preset
@@ -110,8 +111,10 @@ class LowBitLM(HFLM):
             )
         if isinstance(kv_chunk, bool) or not isinstance(kv_chunk, int) or kv_chunk < 1:
             raise ValueError(f"kv_chunk={kv_chunk!r} is not allowed; it must be 1 or more (tokens)")
+        if kv_backend is not None and kv_backend not in BACKENDS:
+            raise ValueError(f"kv_backend={kv_backend!r} is not known; allowed: {tuple(BACKENDS)}")
         self.kv_chunk, self.allow_unpacked = kv_chunk, allow_unpacked
-        self.preset, self.overrides = preset, overrides | ({"backend": kv_backend} if kv_backend else {})
+        self.preset, self.overrides = preset, overrides | ({} if kv_backend is None else {"backend": kv_backend})
         _check_preset(preset, self.overrides)
         self.shares: dict[str, Share] = defaultdict(Share)
         self._task: str | None = None  # the task whose requests are running
@@ -232,7 +235,8 @@ class LowBitLM(HFLM):
             raise ValueError(
                 f"packed_share=0 for {', '.join(unpacked)}: nothing was read packed, so the result says nothing about preset "
                 f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (more few-shot examples: "
-                "--num_fewshot) or a task with a long prefix; --allow-unpacked accepts it"
+                "--num_fewshot) or a task with a long prefix; allow_unpacked=True (--allow-unpacked of `hf-lowbit-kv eval "
+                "lm-eval`) accepts it"
             )
 
     def _loglikelihood_tokens(

@@ -73,7 +73,7 @@ def lm_eval(
     names = [name for name in split_names(preset) if name != "full"]
     for name in names:
         get_preset(name)
-    if not (task_names := split_names(tasks)):
+    if not (task_names := split_names(tasks, "--tasks")):
         raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
     check_dtype(dtype)
     check_device(device_of_process(device))
@@ -183,7 +183,7 @@ def protocol(
     need("eval", "lm_eval")
     if dataset is not None and not dataset.is_dir():
         raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")
-    task_names = protocols.check_kivi(split_names(tasks))
+    task_names = protocols.check_kivi(split_names(tasks, "--tasks"))
     if dataset is not None:
         for task_name in task_names:
             protocols.local_task(task_name, dataset)  # raises before the model is loaded
@@ -280,7 +280,7 @@ def perplexity(
     split: Annotated[str, typer.Option(help="Split of the data set.")] = "test",
     column: Annotated[str, typer.Option(help="Column of the data set with the documents.")] = "text",
     model: ModelOption = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 4096,
+    context: Annotated[int, typer.Option(min=3, help="Tokens per window.")] = 4096,
     start: Annotated[int, typer.Option("--from", min=1, help="First token of a window that counts.")] = 512,
     windows: Annotated[int, typer.Option(min=0, help="Largest number of windows per text; 0: all.")] = 1,
     by_position: Annotated[bool, typer.Option(help="Also print KL and top-1 by position.")] = False,

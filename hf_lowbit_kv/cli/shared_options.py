@@ -100,9 +100,13 @@ JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON obj
 MEASURING = "for the bundled model and texts, if you give no --model or --text"
 
 
-def split_names(options: list[str] | None) -> list[str]:
-    """Unique names from repeated and comma-separated options."""
-    return list(dict.fromkeys(name.strip() for option in options or [] for name in option.split(",") if name.strip()))
+def split_names(options: list[str] | None, option: str = "--preset") -> list[str]:
+    """Unique names from repeated and comma-separated values of an option. Raises `ValueError` for an empty name among
+    others."""
+    names = list(dict.fromkeys(name.strip() for value in options or [] for name in value.split(",")))
+    if "" in names and len(names) > 1:
+        raise ValueError(f"{option} {','.join(options or [])!r} has an empty name; separate names by one comma")
+    return [name for name in names if name]
 
 
 def resolve_presets(options: list[str] | None) -> list[str]:
@@ -142,6 +146,8 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
         if name not in PresetCacheOptions.__annotations__:
             raise ValueError(f"--set {option!r} is not allowed: {unknown_option(name)}")
+        if name in overrides:
+            raise ValueError(f"--set {option!r} is not allowed: {name} is set twice; give one value")
         if name == "calibration" and calibration is not None:
             raise ValueError(f"--calibration {calibration!r} and --set {option!r} are both given; give one of them")
         try:

@@ -150,7 +150,9 @@ def test_a_calibration_is_a_model_argument(model_folder, tmp_path):
 
 
 def test_nothing_packed_is_an_error(model_folder):
-    with pytest.raises(ValueError, match=r"packed_share=0 for numbers.*packs its first page at 64 tokens"):
+    with pytest.raises(
+        ValueError, match=r"packed_share=0 for numbers.*packs its first page at 64 tokens.*allow_unpacked=True"
+    ):
         logprobs(lm_of(model_folder), tokens=20)
     lm = lm_of(model_folder, allow_unpacked=True)
     logprobs(lm, tokens=20)
@@ -164,6 +166,7 @@ def test_nothing_packed_is_an_error(model_folder):
         ({"kv_chunk": 0}, ValueError, "kv_chunk=0 is not allowed"),
         ({"kv_chunk": 2000}, ValueError, "kv_chunk=2000 is larger than the model's context of 1024 tokens"),
         ({"max_cache_len": 100}, ValueError, "max_cache_len is not allowed"),
+        ({"kv_backend": "x"}, ValueError, r"kv_backend='x' is not known; allowed: \('torch', 'cpu'"),
         ({"no_such": 1}, TypeError, "no_such"),
         ({"sink": -1}, ValueError, "sink=-1"),
         ({"attn_implementation": "sdpa"}, ValueError, "attn_implementation must be 'lowbit_kv'"),
