@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import sys
 from typing import Annotated
 
@@ -42,6 +43,8 @@ _print_traceback = False
 def run(args: list[str] | None = None, commands: typer.Typer = app, name: str = "hf-lowbit-kv") -> None:
     """Run a command and exit; see `cli.main`. commands, name: another application with the same error handling, and its
     name."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal or pipe shows "?" instead of ending the command
     try:
         commands(args=args, prog_name=name)
     except (ValueError, OSError, ImportError) as error:

@@ -21,6 +21,7 @@ from .shared_options import (
     ModelOption,
     PresetOption,
     check_model,
+    console_for,
     load,
     print_json,
     progress,
@@ -215,4 +216,5 @@ def fits(
     if as_json:
         print_json([fit.as_dict() | {"recommended": fit is table.recommended} for fit in table])
         return
-    (table.whole if every else table).print_to(Console())
+    shown = table.whole if every else table
+    shown.print_to(console_for(shown.table()))

@@ -298,17 +298,25 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
 
 
 def print_table(title: str, rows: list[dict[str, Any]], numbers_from: int | None = None) -> None:
-    """Print rows as a table. Columns of numbers, and those from `numbers_from` on, are right-aligned."""
+    """Print rows as a table, never cut. Columns of numbers, and those from `numbers_from` on, are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, (column, cell) in enumerate(rows[0].items()):
         right = isinstance(cell, (int, float)) or (numbers_from is not None and index >= numbers_from)
         table.add_column(HEADINGS.get(column, column), justify="right" if right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else escape(str(cell)) for cell in row.values()))
-    console = Console()
+    console = console_for(table)
     # printed separately: a table would wrap its title to its own width
     console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+
+
+def console_for(table: Table) -> Console:
+    """A console that is wide enough for a table. In a narrower terminal the table's lines wrap, but no number is cut."""
+    console = Console()
+    needed = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
+    console.width = max(console.width, needed)
+    return console
 
 
 def error_of_kl(row: dict[str, Any]) -> str:
@@ -318,7 +326,8 @@ def error_of_kl(row: dict[str, Any]) -> str:
 
 def print_json(rows: list[dict[str, Any]] | dict[str, Any]) -> None:
     """Print a JSON list or object to standard output. NaN and infinity, which JSON lacks, become null."""
-    print(json.dumps(_finite(rows), indent=2, ensure_ascii=False, allow_nan=False), flush=True)
+    ascii_only = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    print(json.dumps(_finite(rows), indent=2, ensure_ascii=ascii_only, allow_nan=False), flush=True)
 
 
 def _finite(value: Any) -> Any:
