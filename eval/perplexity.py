@@ -302,7 +302,7 @@ def check_packed(factories: Mapping[str, Factory], context: int, chunk: int = CH
         raise ValueError(
             f"{name}={context} is too short for {', '.join(unpacked)}: nothing would be read packed, so the result would say "
             f"nothing about {'this preset' if len(unpacked) == 1 else 'these presets'}. The first page is packed at "
-            f"{min(needed)} tokens or later; give a larger {name}, or caches with a smaller residual"
+            f"{min(needed)} tokens or later; raise {name}, or lower residual"
         )
 
 

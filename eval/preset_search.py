@@ -86,15 +86,18 @@ def recommend(
         `top1`, `ppl`, `ppl_full`, `calibrated` (whether the preset uses a calibration), and `code`, which makes the cache.
 
     Raises:
-        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, a text that is too
-            short, too few `tokens` (also to pack a page), or no candidate survives the model's key biases.
+        ValueError: no preset meets the budget (the message names the nearest), an unknown preset, arguments that no
+            preset takes, a text that is too short, too few `tokens` (also to pack a page), or no candidate survives the
+            model's key biases.
     """
     overrides = overrides or {}
     if not 0 <= start < tokens - 1:
         raise ValueError(f"tokens={tokens} is not allowed with start={start}; it must be at least start + 2")
     source = read_text(text)
     window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
-    names = list(presets) if presets else fitting_presets(model, overrides)[0]
+    names, reasons = (list(presets), {}) if presets else fitting_presets(model, overrides)
+    if not names:
+        raise ValueError(f"no preset supports this model and these arguments: {next(iter(reasons.values()))}")
     makers = {name: _Maker(name, model, overrides) for name in names}
     if not (factories := {name: maker for name, maker in makers.items() if not _spoiled(maker(), model)}):
         raise ValueError(f"the model's weights spoil the keys of all of these presets: {', '.join(makers)}")

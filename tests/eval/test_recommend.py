@@ -186,6 +186,13 @@ def test_presets_that_would_pack_nothing_are_not_proposed(model):
         )
 
 
+def test_an_argument_that_no_preset_takes_is_named(model):
+    with pytest.raises(
+        ValueError, match=r"no preset supports this model and these arguments: .*backend='x' is not known"
+    ):
+        recommend(model, Numbers(), TEXT, Budget(16, None, 32768), None, {"backend": "x"}, 640, 256, progress=False)
+
+
 def test_presets_for_other_models_are_left_out(model):
     names, reasons = fitting_presets(model)
     assert "kivi-2" in names
