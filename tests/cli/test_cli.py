@@ -2,12 +2,9 @@
 
 import dataclasses
 import importlib.util
-import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from transformers import AutoTokenizer
 import hf_lowbit_kv
 from hf_lowbit_kv import preset_names, presets
 from hf_lowbit_kv.cli import demo_command, missing_calibrations
-from hf_lowbit_kv.cli.shared_options import parse_overrides, print_json, print_table
+from hf_lowbit_kv.cli.shared_options import parse_overrides
 from hf_lowbit_kv.eval import local_models as bundled
 from hf_lowbit_kv.eval.local_models import load_model
 from hf_lowbit_kv.eval.preset_search import Budget
@@ -66,41 +63,6 @@ def test_presets_as_table(run):
     assert code == 0
     assert all(re.search(rf"^{re.escape(name)} ", out, re.MULTILINE) for name in preset_names())
     assert max(map(len, out.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("columns", [None, "40"])
-def test_tables_are_not_cut(run, model_folder, monkeypatch, columns):
-    """Neither in a pipe, which counts as 80 columns, nor in a narrow terminal."""
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", columns)
-    numbers = {f"column {i}": 1000.5 + i for i in range(12)}
-    print_table("title", [{"preset": "kivi-2-hadamard-sink"} | numbers])
-    out = run("fits", "--context", "64k")[1] + run("presets")[1]
-    assert all(f"{number:.4g}" in out for number in numbers.values())
-    assert "…" not in out
-    assert {"kivi-2-hadamard-sink", "longest", "int4-channel"} <= set(out.split())
-
-
-def test_an_ascii_stdout(model_folder):
-    """Characters that it lacks become "?"."""
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "COLUMNS": "30"}
-    for command in (["fits", "--context", "1k", "--model", str(model_folder)], ["doctor"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "hf_lowbit_kv", *command],
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) > 5
-
-
-def test_json_on_an_ascii_stdout(monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="replace"))
-    print_json({"text": "caf\u00e9"})
-    assert json.loads(written.getvalue()) == {"text": "caf\u00e9"}
 
 
 def test_presets_shows_the_recommended_ones_first(run, monkeypatch):
