@@ -137,14 +137,6 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
         ),
         ({"per_layer": {"1": "kv8"}}, TypeError, "per_layer has the index '1'; it must be an integer"),
         ({"per_layer": "kv8"}, TypeError, "per_layer='kv8' is not allowed; it must be a mapping"),
-        *(
-            (
-                {"per_layer": function},
-                TypeError,
-                r"per_layer=<.*> is not allowed: .*function \(index, config\) -> preset",
-            )
-            for function in (lambda index: "int8", lambda: None, lambda index, *, config: None)
-        ),
         ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
         (
             {"per_layer": {2: "eigen-2"}},
@@ -170,6 +162,16 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
 def test_bad_input(model, options, error, message):
     with pytest.raises(error, match=message):
         lb.from_preset("kivi-2", model, **options)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda index: "int8", lambda: None, lambda index, *, config: None],
+    ids=["no configuration", "no index", "by keyword"],
+)
+def test_functions_of_another_signature(model, function):
+    with pytest.raises(TypeError, match=r"per_layer=<.*> is not allowed: .*function \(index, config\) -> preset"):
+        lb.from_preset("kivi-4", model, per_layer=function)
 
 
 def smooth_parameters(head_dim=64, heads=2):
