@@ -24,10 +24,10 @@ def parse_size(text: str, name: str | None = None) -> int:
     if match is None or match[2].lower() not in units:
         raise ValueError(f"{label} is not understood; give e.g. 24GB or 512MiB")
     size = int(float(match[1]) * units[match[2].lower()])
+    if not match[2] and 0 < float(match[1]) < SMALLEST_WITHOUT_UNIT:
+        raise ValueError(f"{label} is not understood: it needs a unit. Give e.g. {match[1]}GB or {match[1]}MiB")
     if size == 0:
         raise ValueError(f"{label} is not allowed; it must be more than 0")
-    if not match[2] and size < SMALLEST_WITHOUT_UNIT:
-        raise ValueError(f"{label} is not understood: it needs a unit. Give e.g. {match[1]}GB or {match[1]}MiB")
     return size
 
 

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "calibrated-presets.md": {"popular.txt", "worked.txt"},
     "faq.md": {"calibrations/", "kernels/"},
     "models.md": {"config.json"},
+    "protocols.md": {"longbench_qasper.jsonl"},
     "vecinfer.md": {"calibration.safetensors"},
 }
 
