@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import StaticLayer
 
-from .native_layers import RECURRENT, SLIDING, STORES_NOTHING, fits, native_layers
+from .native_layers import RECURRENT, SLIDING, STORES_NOTHING, can_hold, native_layers
 from .ring_layer import RingLayer
 
 #: the dictionaries of a recurrent layer's tensors, and the names under which `lazy_initialization` takes them
@@ -75,7 +75,7 @@ def put_contents(layer: Any, contents: NativeContents) -> None:
         name, number = full_name.split(".")
         index, states = int(number), getattr(layer, name)
         known = getattr(layer, _STATES[name])[index] and states[index].shape == tensor.shape
-        if not known or not fits(states[index], tensor):
+        if not known or not can_hold(states[index], tensor):
             layer.lazy_initialization(**{name: tensor}, state_idx=index)
         states[index].copy_(tensor)
         layer.has_previous_state[index] = True
@@ -90,7 +90,7 @@ def _put_tokens(layer: Any, seen: int, keys: torch.Tensor, values: torch.Tensor)
             layer.cumulative_length = seen
         layer.keys, layer.values = keys.clone(), values.clone()
         return
-    if not layer.is_initialized or not fits(layer.keys, keys):
+    if not layer.is_initialized or not can_hold(layer.keys, keys):
         layer.is_initialized = False
         layer.lazy_initialization(keys, values)
     size = layer.keys.shape[-2]

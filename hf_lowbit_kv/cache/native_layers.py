@@ -55,7 +55,7 @@ def native_layers(config: PreTrainedConfig, max_cache_len: int | None) -> list:
     return layers
 
 
-def fits(old: torch.Tensor, new: torch.Tensor) -> bool:
+def can_hold(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether memory for `old` `[B, ...]` can hold `new`: the same rows, dtype and device."""
     return (old.shape[0], old.dtype, old.device) == (new.shape[0], new.dtype, new.device)
 
@@ -66,11 +66,11 @@ def replace_for_others(layer: Any, new: torch.Tensor) -> None:
         return
     if isinstance(layer, RECURRENT):
         states, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
-        if states is not None and empty and not fits(states, new):
+        if states is not None and empty and not can_hold(states, new):
             layer.device = None  # else it keeps its first one
             for initialized in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized):
                 initialized.update(dict.fromkeys(initialized, False))
-    elif layer.is_initialized and not fits(layer.keys, new) and int(layer.get_seq_length()) == 0:
+    elif layer.is_initialized and not can_hold(layer.keys, new) and int(layer.get_seq_length()) == 0:
         layer.is_initialized = False
 
 

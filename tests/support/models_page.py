@@ -117,7 +117,7 @@ Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text 
 `original_max_position_embeddings` (4096 tokens in Phi-3.5 and Phi-4-mini), and continue in full precision. `lb.generate` and
 enabled models keep the low-bit cache: the step that passes the length prefills the whole text again, once. A plain
 `model.generate(past_key_values=cache)` loses the cache at that length, so creating a cache for such a model warns.
-Prompt lookup and assisted decoding that pass it give other tokens, as they do with transformers' own cache.
+Beyond that length prompt lookup and assisted decoding give other tokens, as they do with transformers' own cache.
 
 ## Not supported
 

@@ -70,7 +70,7 @@ class Answer:
         )
 
 
-def check_model(name: Any, models: Any) -> None:
+def check_model_name(name: Any, models: Any) -> None:
     """Raise HTTP 404 unless this is a name of the served model."""
     if name not in (models.served, models.force_model):
         raise Refused(404, f"model={shown(name)} is not served; {models.served!r} is", "model", "model_not_found")
@@ -112,7 +112,7 @@ class _PoolHandler:
         """Check a request, make its prompt, and submit it."""
         self._validate_request(body)
         if body.get("model") is not None:
-            check_model(body["model"], self.model_manager)
+            check_model_name(body["model"], self.model_manager)
         config = self._build_generation_config(body, self._model.generation_config, use_cb=True)
         ids = self._prompt(body)
         stops = config.stop_strings or []

@@ -28,7 +28,7 @@ from ..request_loop import RequestLoop
 from ..result import described
 from .clients import Clients, SlowClients
 from .generation_manager import PoolGenerateManager, PoolState
-from .handlers import TOKEN_BYTES, ChatHandler, NotServed, TextHandler, check_model
+from .handlers import TOKEN_BYTES, ChatHandler, NotServed, TextHandler, check_model_name
 from .openai_errors import answer_errors
 
 #: routes that would unload the model while rows run on it, or load another one
@@ -176,7 +176,7 @@ def build_app(
 
     @app.get("/v1/models/{name:path}")  # a hub name has a slash
     def model_of_this_name(name: str) -> dict[str, Any]:
-        check_model(name, models)
+        check_model_name(name, models)
         return models.list_models()[0]
 
     answer_errors(app)
