@@ -20,15 +20,19 @@ MAP = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "mod
 }
 
 
-@pytest.fixture(scope="module")
-def models():
+def on_one_and_two(dtype):
     """The same weights on one GPU and on two."""
     from accelerate import dispatch_model
 
-    one = tiny_models("llama", tie_word_embeddings=False)[0].half()
+    one = tiny_models("llama", tie_word_embeddings=False)[0].to(dtype)
     two = dispatch_model(copy.deepcopy(one), MAP)
     assert {str(parameter.device) for parameter in two.parameters()} == {"cuda:0", "cuda:1"}
     return one.cuda(), two
+
+
+@pytest.fixture(scope="module")
+def models():
+    return on_one_and_two(torch.float16)
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +119,11 @@ def test_a_chat(models):
 
 
 @pytest.mark.parametrize("preset", ["eigen-2", "vecinfer-2"])
-def test_calibration_is_that_of_one_gpu(models, preset):
+def test_calibration_is_that_of_one_gpu(preset):
+    # in 16 bits two calibrations on one GPU already differ by 5e-4: gradients are summed in any order
     text = words(3000, 5)
     options = {"samples": 2, "length": 1024}
-    one, two = (lb.calibrate(model, tokenizer_of(), [text], preset, **options) for model in models)
+    one, two = (lb.calibrate(model, tokenizer_of(), [text], preset, **options) for model in on_one_and_two(torch.float32))
     assert one.tensors.keys() == two.tensors.keys()
     for name, tensor in one.tensors.items():
         torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-3, atol=1e-3)
