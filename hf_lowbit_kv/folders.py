@@ -26,6 +26,13 @@ def check_model_folder(argument: str, name: str) -> None:
         raise OSError(f"{argument}={name!r}: there is no such folder, and a model on the hub is called owner/name")
 
 
+def named_path(argument: str, path: str | Path, kind: str = "folder") -> Path:
+    """The path of an argument. Raises `ValueError` if it is empty: `Path` would mean the working directory."""
+    if not str(path):
+        raise ValueError(f"{argument}='' is not allowed; it must name a {kind}")
+    return Path(path)
+
+
 def try_folder(folder: Path) -> None:
     """Create a folder if it is missing. Raises `OSError` with the folder's name if it cannot be written."""
     try:

@@ -22,6 +22,7 @@ from transformers.utils import PushToHubMixin
 
 from ..backends import choice
 from ..calibration_files import calibration_file, calibration_lookup
+from ..folders import named_path
 from ..formats import Format, parse_format
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
@@ -381,9 +382,7 @@ class LowBitCache(Cache, PushToHubMixin):
             RuntimeError: the last forward pass was interrupted, or tokens are lost. OSError: the files cannot be written,
                 or a file has the name of the folder.
         """
-        if not str(save_directory):  # `Path` would mean the working directory
-            raise ValueError("save_directory='' is not allowed; it must name a folder")
-        folder, model = Path(save_directory), self.model.get("saved")
+        folder, model = named_path("save_directory", save_directory), self.model.get("saved")
         self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")

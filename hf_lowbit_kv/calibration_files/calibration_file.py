@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..folders import try_folder
+from ..folders import named_path, try_folder
 from ..storage.content_digests import digest
 from .calibration_card import push_to_hub
 from .model_description import MadeFor, check_description, difference
@@ -87,8 +87,8 @@ class Calibration:
         return sorted(f"{side} of {'.'.join(rest)}" for side, *rest in parts)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file, atomically. Raises `OSError` if that fails."""
-        path = Path(path)
+        """Write a safetensors file, atomically. Raises `OSError` if that fails, and `ValueError` if `path` is empty."""
+        path = named_path("path", path, "file")
         metadata = {
             "format": "hf-lowbit-kv calibration",
             "version": str(VERSION),

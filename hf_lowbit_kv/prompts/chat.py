@@ -19,6 +19,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
+from ..folders import named_path
 from ..generation.call_options import check_names, check_options, options_of_cache, setting
 from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
@@ -130,7 +131,7 @@ class Chat:
             RuntimeError: an answer is still being written. In both cases nothing has changed.
         """
         with self._turn:
-            ids = self._ids(text)
+            ids = self._aligned_ids(text)
             seen = _Seen()
             try:
                 self._write(ids, seen)
@@ -142,7 +143,7 @@ class Chat:
         """Send a message and yield the answer piece by piece. Leaving the loop keeps the partial answer as the turn.
         Raises like `send`, when the first piece is requested."""
         with self._turn:
-            ids = self._ids(text)
+            ids = self._aligned_ids(text)
             seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
             pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
@@ -168,14 +169,16 @@ class Chat:
         """Remove the last message of the user, and its answer.
 
         Raises:
-            ValueError: there is no message. RuntimeError: an answer is still being written.
+            ValueError: there is no message, or `messages` holds something else. RuntimeError: an answer is still being
+                written.
         """
-        self._turn.check()
-        user_turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
-        if not user_turns:
-            raise ValueError("there is nothing to undo: no message of the user is left")
-        del self.messages[user_turns[-1] :]
-        self.finish_reason = None
+        with self._turn:
+            _check_messages(self.messages)
+            user_turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+            if not user_turns:
+                raise ValueError("there is nothing to undo: no message of the user is left")
+            del self.messages[user_turns[-1] :]
+            self.finish_reason = None
 
     def _ids(self, text: str) -> torch.Tensor:
         """The text of the whole conversation, `[1, n]`."""
@@ -205,6 +208,13 @@ class Chat:
         device = unwrap(self.model).device
         return ids if device.type == "meta" else ids.to(device)  # hooks move tokens to weights that are offloaded
 
+    def _aligned_ids(self, text: str) -> torch.Tensor:
+        """The text of the whole conversation, after the cache holds nothing but a beginning of it. If that is interrupted, the
+        cache keeps its own text."""
+        ids = self._ids(text)
+        self._align(ids)
+        return ids
+
     def _write(
         self, ids: torch.Tensor, seen: _Seen, pieces: BaseStreamer | None = None, stop: threading.Event | None = None
     ) -> None:
@@ -215,7 +225,6 @@ class Chat:
             pieces: a streamer that also gets the tokens.
             stop: ends the answer at its next token when it is set.
         """
-        self._align(ids)
         seen.next = pieces
         room, begun = self.max_length - ids.shape[1], time.monotonic()
         limit = min(_most_tokens(self.options, room), room)
@@ -334,20 +343,22 @@ class Chat:
 
         Raises:
             TypeError: an option cannot be written, such as a logits processor. NotADirectoryError: a file has this name.
-            OSError: the files cannot be written. RuntimeError: an answer is still being written. ValueError: another
-            adapter than that of the last answer is active.
+            OSError: the files cannot be written. RuntimeError: an answer is still being written. ValueError: `folder` is
+            empty, or another adapter than that of the last answer is active.
         """
-        self._turn.check()
-        self.cache.check_model(unwrap(self.model))
-        fields = {
-            "messages": self.messages,
-            "max_length": self.max_length,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "options": self.options,
-            "finish_reason": self.finish_reason,
-        }
-        header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
-        saved_cache.write(Path(folder), cache_contents.take(self.cache), header, {"chat": fields})
+        path = named_path("folder", folder)
+        with self._turn:  # another thread may send a message while the files are written
+            self.cache.check_model(unwrap(self.model))
+            fields = {
+                "messages": copy.deepcopy(self.messages),
+                "max_length": self.max_length,
+                "chat_template_kwargs": self.chat_template_kwargs,
+                "options": self.options,
+                "finish_reason": self.finish_reason,
+            }
+            header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
+            contents = cache_contents.take(self.cache)
+        saved_cache.write(path, contents, header, {"chat": fields})
 
     @classmethod
     def load(
@@ -408,9 +419,9 @@ class Chat:
         Raises:
             RuntimeError: an answer is still being written.
         """
-        self._turn.check()
-        new = memo[id(self)] = copy.copy(self)
-        new.messages, new.cache = copy.deepcopy(self.messages, memo), copy.deepcopy(self.cache, memo)
+        with self._turn:
+            new = memo[id(self)] = copy.copy(self)
+            new.messages, new.cache = copy.deepcopy(self.messages, memo), copy.deepcopy(self.cache, memo)
         new.options, new.chat_template_kwargs = dict(self.options), dict(self.chat_template_kwargs)
         new._turn = _Turn()
         return new
@@ -477,6 +488,8 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     if unable := [name for name in _OWN if name in options]:
         raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
     check_count("max_new_tokens", options.get("max_new_tokens"), optional=True)
+    if (count := setting(model, options, "num_return_sequences")) not in (None, 1):  # of a configuration
+        raise ValueError(f"num_return_sequences={count} is not allowed: a chat writes one answer; set it to 1")
     check_options(model, options)
     check_sampling(model, None, options)
 

@@ -102,6 +102,12 @@ class KeptPrompt:
             x.nbytes for contents in self.native_layers.values() for x in contents.tensors().values()
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the text with all its pages, those that other texts share too."""
+        pages = [slab[:count] for page_range, count in self.page_ranges for slab in page_range.pages.values()]
+        return sum(x.nbytes for x in pages) + self.window_bytes
+
     def matches(self, ids: torch.Tensor) -> int:
         """Length of the common prefix of this text and `ids` `[n]`."""
         return common_prefix(self.ids, ids)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from ..cache.cache_contents import CacheContents, restorable
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.summary import Summary, table
+from ..folders import named_path
 from ..storage.content_digests import fingerprint_digest, fingerprint_of
 from .kept_prompt import KeptPrompt, PageRange, contents_for, equal_pages, pages_in_common, usable
 from .prompt_folder import PromptFolder
@@ -62,7 +62,8 @@ class PrefixStore:
         max_folder_bytes: limit for the files; `None`: no limit.
 
     Raises:
-        ValueError: a size is not understood, or there is a limit without a folder. NotADirectoryError: the folder is a file.
+        ValueError: a size is not understood, there is a limit without a folder, or `folder` is empty. NotADirectoryError: the
+            folder is a file.
 
     Example:
         >>> store = lb.PrefixStore("1GB")
@@ -80,7 +81,7 @@ class PrefixStore:
         if folder is None and max_folder_bytes is not None:
             raise ValueError(f"max_folder_bytes={max_folder_bytes!r} is given without folder=")
         limit = None if max_folder_bytes is None else _bytes("max_folder_bytes", max_folder_bytes)
-        self._folder = None if folder is None else PromptFolder(Path(folder), limit)
+        self._folder = None if folder is None else PromptFolder(named_path("folder", folder), limit)
         self._prompts: list[KeptPrompt] = []  # the most recently used text comes last
         self._lock = threading.RLock()
         self.hits = self.misses = self.tokens_saved = self.removed = 0
@@ -135,7 +136,8 @@ class PrefixStore:
                     self._prompts.insert(0, prompt)  # the next one is older
                     if self.nbytes > self.max_bytes:
                         self._prompts.remove(prompt)
-                        break
+                        if prompt.nbytes <= self.max_bytes:
+                            break
             return sum(prompt.seed == seed for prompt in self._prompts)
 
     def save(self) -> None:
@@ -203,25 +205,30 @@ class PrefixStore:
                 return self._missed(0, known)
             digest, device = (key or self.key_of(cache, longest)).digest, cache.model.get("looked up").device
             loaded = [self._load_longer(digest, ids, device, known) for ids in rows]
-            best = [self._best(digest, ids, device) for ids in rows]
-            prompts = [prompt for prompt, _ in best if prompt is not None]
-            if any(loaded):
-                self._make_room(keep=prompts)
-            common = min(match for _, match in best)
-            if len(prompts) < len(rows):
-                return self._missed(common, known)
-            ends = {len(prompt.ids) for prompt in prompts}
-            matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
-            tokens = min(matches)
-            if len(ends) > 1 or any(restorable(prompt.contents, tokens) < tokens for prompt in prompts):
-                tokens = min(map(usable, prompts, matches))
-            if tokens <= known:
-                return self._missed(common, known)
-            for prompt in prompts:
-                self._touch(prompt)
-            self.hits += 1
-            self.tokens_saved += tokens * len(rows)
-            return Match(tokens, common, contents_for(prompts, tokens))
+            try:
+                return self._match([self._best(digest, ids, device) for ids in rows], rows, known)
+            finally:
+                if any(loaded):
+                    self._make_room()
+
+    def _match(self, best: list[tuple[KeptPrompt | None, int]], rows: list[torch.Tensor], known: int) -> Match:
+        """See `find`. best: see `_best`, for each row."""
+        prompts = [prompt for prompt, _ in best if prompt is not None]
+        common = min(match for _, match in best)
+        if len(prompts) < len(rows):
+            return self._missed(common, known)
+        ends = {len(prompt.ids) for prompt in prompts}
+        matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
+        tokens = min(matches)
+        if len(ends) > 1 or any(restorable(prompt.contents, tokens) < tokens for prompt in prompts):
+            tokens = min(map(usable, prompts, matches))
+        if tokens <= known:
+            return self._missed(common, known)
+        for prompt in prompts:
+            self._touch(prompt)
+        self.hits += 1
+        self.tokens_saved += tokens * len(rows)
+        return Match(tokens, common, contents_for(prompts, tokens))
 
     def _missed(self, common: int, known: int = 0) -> Match:
         self.misses += not known
@@ -263,11 +270,21 @@ class PrefixStore:
             if (pages := pages_in_common(prompt, match, paged)) > common_pages:
                 common_pages, alike = pages, prompt
             if match == len(prompt.ids) and not prompt.native_layers:
-                self._prompts.remove(prompt)  # the new text continues it
-                continued.append(prompt)
+                continued.append(prompt)  # the new text continues it
         shared = [] if alike is None else _first_pages(alike.page_ranges, equal_pages(alike, cache, row, common_pages))
         contents = cache_contents.take(cache, row=row, first_page=sum(pages for _, pages in shared))
-        self._prompts.append(KeptPrompt.of(key.digest, ids, contents, key.header, shared))
+        new = KeptPrompt.of(key.digest, ids, contents, key.header, shared)
+        if new.nbytes > self.max_bytes:
+            if self._folder is None and not self._warned_of_size:
+                self._warned_of_size = True
+                warnings.warn(
+                    f"a text of {len(ids)} tokens takes {new.nbytes} bytes and is not kept: max_bytes={self.max_bytes} "
+                    "is too small for it. Give PrefixStore a larger max_bytes=, or a folder=",
+                    stacklevel=2,
+                )
+            self._move_to_folder(new)
+            return
+        self._prompts = [prompt for prompt in self._prompts if prompt not in continued] + [new]
         for prompt in continued:
             self._trim(prompt)
 
@@ -314,30 +331,27 @@ class PrefixStore:
         self._prompts.remove(prompt)
         self._prompts.append(prompt)
 
-    def _make_room(self, keep: Sequence[KeptPrompt] = ()) -> None:
+    def _make_room(self) -> None:
+        """Remove the oldest texts beyond the limit. First those that are larger than the limit, which a folder had."""
         while self._prompts and self.nbytes > self.max_bytes:
-            oldest = next((prompt for prompt in self._prompts if prompt not in keep), None)
-            if oldest is None:
-                return
-            if len(self) == 1 and self._folder is None and not self._warned_of_size:
-                self._warned_of_size = True
-                warnings.warn(
-                    f"a text of {len(oldest.ids)} tokens takes {self.nbytes} bytes and is not kept: max_bytes={self.max_bytes} "
-                    "is too small for it. Give PrefixStore a larger max_bytes=, or a folder=",
-                    stacklevel=2,
-                )
+            oldest = min(self._prompts, key=lambda prompt: prompt.nbytes <= self.max_bytes)
             self._prompts.remove(oldest)
-            self.removed += 1
-            if self._folder is not None:
-                try:
-                    self._folder.save(oldest)
-                except OSError as error:  # the caller's text is not lost for that
-                    warnings.warn(
-                        f"a text of {len(oldest.ids)} tokens is dropped, because folder={str(self._folder.path)!r} does not "
-                        f"take it: {error}",
-                        stacklevel=2,
-                    )
+            self._move_to_folder(oldest)
             self._trim(oldest)
+
+    def _move_to_folder(self, prompt: KeptPrompt) -> None:
+        """Write a text that is not kept on the device, if there is a folder."""
+        self.removed += 1
+        if (folder := self._folder) is None:
+            return
+        try:
+            folder.save(prompt)
+        except OSError as error:  # the caller's text is not lost for that
+            warnings.warn(
+                f"a text of {len(prompt.ids)} tokens is dropped, because folder={str(folder.path)!r} does not "
+                f"take it: {error}",
+                stacklevel=2,
+            )
 
     def _trim(self, gone: KeptPrompt) -> None:
         """Free pages that only this text used, in ranges that other texts use too."""

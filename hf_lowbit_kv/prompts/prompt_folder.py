@@ -154,16 +154,16 @@ class PromptFolder:
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > saved_cache.LEFT_FOR:
                     shutil.rmtree(left, ignore_errors=True)
-        if self.limit is None:
+        if (limit := self.limit) is None:
             return
         sizes = []
         for path in self._descriptions():
             with contextlib.suppress(OSError):
                 size = sum(file.stat().st_size for file in path.parent.iterdir())
-                sizes.append((path.stat().st_mtime_ns, size, path.parent))
-        total = sum(size for _, size, _ in sizes)
-        for _, size, folder in sorted(sizes):
-            if total <= self.limit:
+                sizes.append((size <= limit, path.stat().st_mtime_ns, size, path.parent))  # too large ones go first
+        total = sum(size for *_, size, _ in sizes)
+        for *_, size, folder in sorted(sizes):
+            if total <= limit:
                 return
             self._remove(folder)
             total -= size

@@ -25,6 +25,7 @@ from cases import (
     some_slow,
     tiny_models,
 )
+from chat_cases import tokenizer_of
 from mla_cases import tiny_models as mla_models
 from processes import at_once
 from transformers import DynamicCache
@@ -410,10 +411,20 @@ def test_what_cannot_be_saved(model, tmp_path):
         lb.LowBitCache.from_pretrained(tmp_path, model)
 
 
-def test_an_empty_name_of_a_folder(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda model: filled(model).save_pretrained, "save_directory"),
+        (lambda model: lb.Chat(model, tokenizer_of(), max_length=64).save, "folder"),
+        (lambda _: lambda path: lb.PrefixStore(folder=path), "folder"),
+        (lambda model: calibration_of(model).save, "path"),
+    ],
+    ids=["cache", "chat", "prefixes", "calibration"],
+)
+def test_an_empty_path_is_not_the_working_directory(model, tmp_path, monkeypatch, write, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="save_directory='' is not allowed"):
-        filled(model).save_pretrained("")
+    with pytest.raises(ValueError, match=f"{name}='' is not allowed; it must name a f"):
+        write(model)("")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ from tiny_tokenizers import letters
 from transformers import BloomConfig, Gemma3Config, GenerationConfig, GPT2Config, LlamaConfig
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache import cache_contents, saved_cache
 from hf_lowbit_kv.cache.served_models import longest_text
 
 DENSE = {"cache_options": {"key_format": "dense", "value_format": "dense", **SMALL_PAGES}, "do_sample": False}
@@ -150,6 +151,48 @@ def test_an_interrupted_answer_is_the_turn(model):
     assert chat.send(text) == want
 
 
+def test_an_interruption_before_the_answer_leaves_the_cache_its_text(model, monkeypatch):
+    """The turn after it reads again what an edited message has changed."""
+    chat = _chat(model)
+    chat.send(words(30, 1))
+    chat.messages[0]["content"] = words(30, 2)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for start in (chat.send, lambda text: next(chat.stream(text))):
+        with monkeypatch.context() as patch:
+            patch.setattr(lb.LowBitCache, "why_another_model", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                start(words(40, 3))
+        assert len(chat.messages) == 2
+    text = words(40, 3)
+    want = _fresh(model, chat, text)
+    assert chat.send(text) == want
+
+
+def test_no_message_is_sent_while_the_cache_is_copied(model, tmp_path, monkeypatch):
+    """The file has the messages of its cache, also if others are sent while it is written."""
+    chat, write, take = _chat(model), saved_cache.write, cache_contents.take
+    chat.send(words(20, 1))
+
+    def busy(cache):
+        with pytest.raises(RuntimeError, match="still writing"):
+            chat.send(words(5, 2))
+        return take(cache)
+
+    def late(*arguments):
+        chat.send(words(5, 2))
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_contents, "take", busy)
+        patch.setattr(saved_cache, "write", late)
+        chat.save(tmp_path)
+    loaded = lb.Chat.load(tmp_path, model, tokenizer_of())
+    assert (len(loaded.messages), len(chat.messages)) == (2, 4)
+
+
 @pytest.mark.host
 def test_files(model, tmp_path):
     chat, counted = _chat(model, system=words(60, 0)), Counted(model)
@@ -272,8 +315,9 @@ def test_messages_that_are_none_are_refused_before_reading(model, messages):
     """A template skips or misreads them."""
     chat, counted = _chat(model), Counted(model)
     chat.messages = messages
-    with pytest.raises((TypeError, ValueError), match=r"chat\.messages.* is not allowed; it must be a"):
-        chat.send("w1")
+    for change in (lambda: chat.send("w1"), chat.undo):
+        with pytest.raises((TypeError, ValueError), match=r"chat\.messages.* is not allowed; it must be a"):
+            change()
     assert counted.taken() == 0
     chat.messages = []
     assert chat.send(words(9, 1)) == _chat(model).send(words(9, 1))
@@ -405,6 +449,10 @@ def test_an_answer_that_is_left_is_cancelled(model):
         ({"do_sample": True, "temperature": 0}, r"`temperature` \(=0\) has to be a strictly positive"),
         ({"do_sample": True, "top_p": "a"}, "top_p='a' is not allowed"),
         ({"num_beams": 2}, "num_beams=2 is not allowed"),
+        (
+            {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
+            "num_return_sequences=2 is not allowed: a chat writes one answer",
+        ),
     ],
     ids=str,
 )

@@ -317,6 +317,42 @@ def test_a_text_that_is_larger_than_the_store(model, tmp_path):
     assert (len(exact), exact.removed) == (1, 1)
 
 
+def test_a_text_that_is_larger_than_the_store_removes_no_other(model, tmp_path):
+    """Neither another text nor the one that it continues; and none of the folder if it is larger than that."""
+    first, expected = text(100, 1), lb.PrefixStore()
+    tokens, *_ = generated(model, first, expected)
+    longer = torch.cat([tokens, text(500, 3)], 1)
+    store = lb.PrefixStore(int(2.5 * expected.nbytes))
+    for ids in (first, text(100, 2)):
+        generated(model, ids, store)
+    with pytest.warns(UserWarning, match="of 623 tokens takes .* and is not kept"):
+        generated(model, longer, store)
+    assert (len(store), store.removed) == (2, 1)
+    assert [generated(model, ids, store)[1] for ids in (first, text(100, 2))] == [99, 99]
+
+    generated(model, longer, lb.PrefixStore(1, folder=tmp_path))
+    store = lb.PrefixStore(store.max_bytes, folder=tmp_path)
+    for ids in (first, text(100, 2)):
+        generated(model, ids, store)
+    assert generated(model, longer, store)[1] == 611  # read from the folder, used once
+    assert (len(store), store.nbytes <= store.max_bytes) == (2, True)
+    store.save()
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*"))
+    limited = lb.PrefixStore(1, folder=tmp_path, max_folder_bytes=size // 2)
+    generated(model, text(40, 4), limited)
+    assert len(limited._folder) == 3
+
+
+def test_a_large_text_does_not_keep_others_from_being_loaded(model, tmp_path):
+    store = lb.PrefixStore(folder=tmp_path)
+    generated(model, text(100, 1), store)
+    store.save()
+    one = store.nbytes
+    generated(model, text(600, 2), store)
+    store.save()
+    assert lb.PrefixStore(one, folder=tmp_path).load(lb.from_preset("kivi-4", model, **DENSE)) == 1
+
+
 def test_a_text_whose_beginning_was_used_stays(model):
     """The least recently used one goes first."""
     store, system = lb.PrefixStore(), text(200, 1)
