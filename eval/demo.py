@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.served_models import longest_text
 
 from .cache_sizes import sizes
 from .local_models import essay
@@ -94,10 +95,10 @@ def compare(
 
 def _check_length(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     """Raise `ValueError` if prompt and answer are longer than the model's context."""
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_text(model.config)
     if longest is None or prompt_tokens + max_new_tokens <= longest:
         return
-    context = f"the prompt has {prompt_tokens} tokens, and the model's max_position_embeddings is {longest}"
+    context = f"the prompt has {prompt_tokens} tokens, and the model's context is {longest}"
     if prompt_tokens >= longest:
         raise ValueError(f"the prompt is too long: {context}; give a shorter prompt")
     raise ValueError(

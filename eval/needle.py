@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from transformers import DynamicCache
 
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.served_models import longest_text
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay
 from hf_lowbit_kv.eval.texts import read_text
@@ -139,7 +140,7 @@ def steps(presets: Sequence[str], lengths: Sequence[int]) -> int:
 
 def _texts(path: Path, tokenizer: Any, model: Any, length: int, depths: Sequence[float], trials: int) -> list[Text]:
     """Prompts of at most `length` tokens, with their codes, in the order of depths."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limit = longest_text(model.config)
     if limit is not None and length > limit:
         raise ValueError(f"length={length} is more than the model's context of {limit} tokens")
     whole = clean(read_text(path).content)

@@ -29,6 +29,7 @@ from transformers import DynamicCache
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.served_models import longest_text
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.reference import plain_attention, restored, transformed
@@ -278,11 +279,12 @@ def check_window(model: Any, context: int, start: int) -> None:
     """Raise `ValueError` if no position would be scored, or if a window is longer than the model's context."""
     if not 0 <= start < context - 1:
         raise ValueError(f"start={start} is not allowed with context={context}; at least one position must be scored")
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_text(model.config)
     if longest is not None and context > longest:
         raise ValueError(
-            f"context={context} is more than the model's max_position_embeddings={longest}; read a longer text in several "
-            f"windows: context={longest}, windows={-(-context // longest)}"
+            f"context={context} is not allowed; it must be at most {longest}, the longest text that the model was made for "
+            "(max_position_embeddings and RoPE scaling of its configuration). Read a longer text in several windows: "
+            f"context={longest}, windows={-(-context // longest)}"
         )
 
 

@@ -322,8 +322,11 @@ class LowBitCache(Cache, PushToHubMixin):
         with self.guard.change():
             for layer in itertools.compress(self.layers, able):
                 layer.crop(-count)  # type: ignore[union-attr]
+        left = int(self._first_packed_layer.get_seq_length()) if count else None
         if count and self.text is not None:
-            self.text = self.text[:, : int(self._first_packed_layer.get_seq_length())]
+            self.text = self.text[:, :left]
+        if left == 0 and self.read_lengths is not None:
+            self.read_lengths.forget()
 
     def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
         """Remove each row's newest tokens, which a mask hides, from the packed layers. See `LowBitLayer.remove_newest`."""

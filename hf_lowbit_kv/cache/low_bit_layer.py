@@ -516,7 +516,8 @@ class LowBitLayer(CacheLayerMixin):
         for name, (new, old) in self._misfits(properties).items():
             if int(self.get_seq_length()) > 0:
                 raise ValueError(f"got {name} {new}, but the cache holds {old}: use another cache, or reset() it first")
-        if self._mode not in (None, mode) and (mode == "packed" or self.holds_padded_rows()):
+        changed = self._mode not in (None, mode) and int(self.get_seq_length()) > 0
+        if changed and (mode == "packed" or self.holds_padded_rows()):
             raise ValueError(
                 f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "
                 f"{'padded rows stored under lowbit_kv' if mode == 'dense' else 'tokens stored under another one'}: "

@@ -112,16 +112,13 @@ def _attends_both_ways(config: PreTrainedConfig, cls: type | None) -> bool:
 
 def longest_text(config: PreTrainedConfig) -> int | None:
     """Tokens of the longest text that a model was made for, or `None` if its configuration does not say. RoPE scaling whose
-    factor reaches beyond `max_position_embeddings` counts."""
+    factor reaches beyond `max_position_embeddings` counts. Where kinds of layers differ in it (Gemma 3), the
+    configuration's number includes it."""
     decoder = config.get_text_config(decoder=True)
-    if (longest := getattr(decoder, "max_position_embeddings", None)) is None:
-        return None
-    rope = getattr(decoder, "rope_parameters", None) or {}
-    reach = longest
-    for scaling in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # one for each kind of layers
-        if (factor := scaling.get("factor")) is not None:
-            reach = max(reach, int(factor * (scaling.get("original_max_position_embeddings") or longest)))
-    return reach
+    longest, rope = getattr(decoder, "max_position_embeddings", None), getattr(decoder, "rope_parameters", None) or {}
+    if longest is None or (factor := rope.get("factor")) is None:
+        return longest
+    return max(longest, int(factor * (rope.get("original_max_position_embeddings") or longest)))
 
 
 def check_in_memory(model: Any, use: str, other: str) -> None:

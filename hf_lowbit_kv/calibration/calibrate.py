@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.packed_layers import packed_sizes
-from ..cache.served_models import check_in_memory, longest_text, unwrap
+from ..cache.served_models import check_in_memory
 from ..calibration_files.calibration_file import Calibration
 from ..calibration_files.model_description import describe_model
 from ..presets import PresetName, get_preset
@@ -97,9 +97,9 @@ def calibrate(
     plan = plan_for(model, preset, per_head)
     check_in_memory(model, "windows", "calibrate where the model fits")
     limits = samples, length
-    length = min(plan.length, longest_window(model)) if length is None else length
+    longest = longest_window(model)
+    length = min(plan.length, longest) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
-    longest = longest_text(unwrap(model).config)
     windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes), most=longest)
     gradient_sides = plan.gradient_sides if gradients else {}
     extra = None

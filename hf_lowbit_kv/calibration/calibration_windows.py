@@ -161,5 +161,5 @@ def positions(first: int, tokens: int, device: torch.device) -> dict[str, torch.
 
 
 def longest_window(model: Any) -> int:
-    """The longest context of the model, in tokens."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
+    """Tokens of the longest window that the model can read (`longest_text`)."""
+    return longest_text(unwrap(model).config) or 1 << 30

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..byte_sizes import parse_size, parse_tokens
 from ..cache.length_rope import drop_limit
+from ..cache.served_models import longest_text
 from ..cache.spoiled_keys import has_key_biases
 from ..presets import DEFAULT_PRESET, MAX_SHOWN, get_preset, preset_names, short_list
 from ..storage.layer_spec import check_count
@@ -298,7 +299,7 @@ def fits(
     if presets is None:  # a stable sort: presets that do not fit keep their order
         first = short_list(name for name in counters if name != FULL)
         table[1:] = sorted(table[1:], key=lambda fit: (fit.preset not in first, -fit.cache if fit.fits else 0))
-    longest = getattr(shape.config, "max_position_embeddings", None)
+    longest = longest_text(shape.config)
     return FitTable(table, shape.name, context, rows, longest, drop_limit(shape.model), presets is None)
 
 

@@ -304,6 +304,18 @@ def test_attention_implementation_changed_mid_way():
         next_logits(model, cache)
 
 
+@pytest.mark.filterwarnings("ignore:.*does not read packed pages")
+@pytest.mark.parametrize("chosen", [("sdpa", "lowbit_kv"), ("lowbit_kv", "sdpa")])
+def test_attention_implementation_changed_after_all_tokens_were_removed(chosen):
+    model, theirs = tiny_models("llama")
+    cache = lb.from_preset("dense", model)
+    for name, prompt in zip(chosen, (left_padded(2, 80), left_padded(2, 40)), strict=True):
+        model.set_attn_implementation(name)
+        out = read(model, cache, *prompt)
+        cache.crop(-prompt[0].shape[1])
+    assert torch.allclose(out, read(theirs, None, *prompt), atol=1e-4)
+
+
 def test_training_with_gradients():
     model, _ = tiny_models("llama")
     model.train()

@@ -11,8 +11,9 @@ from cases import tiny_models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.calibration.calibration_windows import longest_window
 from hf_lowbit_kv.eval.bootstrap import block_means, error_of_mean, ratio
-from hf_lowbit_kv.eval.perplexity import Expected, Scores, chunk_bounds, position_edges, run
+from hf_lowbit_kv.eval.perplexity import Expected, Scores, check_window, chunk_bounds, position_edges, run
 from hf_lowbit_kv.eval.perplexity import score as perplexity_score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
@@ -265,12 +266,22 @@ def test_a_dataset_that_is_not_reached(monkeypatch):
         ("kivi-3", {}, r"preset='kivi-3' is not known; did you mean .*'kivi-2'"),
         ("kivi-2", {"chunk": 0}, "chunk=0 is not allowed"),
         ("kivi-2", {"windows": -1}, "windows=-1 is not allowed"),
-        ("kivi-2", {"context": 5000}, r"max_position_embeddings=2048; .*context=2048, windows=3"),
+        ("kivi-2", {"context": 5000}, r"context=5000 .* at most 2048, .*context=2048, windows=3"),
     ],
 )
 def test_bad_input(model, texts, preset, options, message):
     with pytest.raises(ValueError, match=message):
         score([preset], texts, model, **options)
+
+
+def test_windows_may_be_as_long_as_rope_scaling_allows(model, monkeypatch):
+    """In perplexity, in calibration, and in the notes of `fits`."""
+    monkeypatch.setattr(model.config, "max_position_embeddings", 500)
+    monkeypatch.setattr(model.config, "rope_parameters", {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4})
+    check_window(model, 1500, START)
+    with pytest.raises(ValueError, match="at most 1500"):
+        check_window(model, 1501, START)
+    assert longest_window(model) == lb.fits(model, 1500, presets=["kivi-2"]).positions == 1500
 
 
 def test_bad_texts(model, texts):

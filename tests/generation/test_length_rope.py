@@ -153,6 +153,21 @@ def test_forks(llama):
         assert error(lb.generate(ours, **left_padding(ids), cache=fork, **OPTIONS), truth) < 2e-3
 
 
+@pytest.mark.parametrize("capacity", [None, 300])
+def test_nothing_is_left_of_a_text_that_was_cropped_whole(models, capacity):
+    """Another text begins, also in a fork, and it is the one whose length counts."""
+    ours, theirs = models
+    cache = lb.from_preset("dense", ours, max_cache_len=capacity)
+    with torch.no_grad():
+        ours(ids_of(150), **as_argument(cache))
+        for each in (cache, *cache.fork()):
+            each.crop(-150)
+            short = ids_of(20)
+            assert torch.allclose(ours(short, **as_argument(each)).logits, theirs(short).logits, atol=1e-4)
+        with pytest.warns(UserWarning, match="holds tokens of a text that had 20"):
+            ours(ids_of(140), **as_argument(cache))
+
+
 def test_generate_many_below_the_limit(models):
     ours, theirs = models
     requests = [ids_of(tokens, seed=tokens)[0].tolist() for tokens in (50, 70, 96)]

@@ -274,8 +274,10 @@ def test_no_chat_is_longer_than_the_model_was_made_for(model, tmp_path, monkeypa
         (GPT2Config(n_positions=70), 70),
         (BloomConfig(), None),
         (Gemma3Config(text_config={"max_position_embeddings": 900}), 900),
+        # as Google publishes Gemma 3: 131072 positions with the scaling of its layers without a window
+        (Gemma3Config(text_config={"rope_scaling": {"rope_type": "linear", "factor": 8.0}}), 131072),
     ],
-    ids=["llama", "linear", "gpt2", "no positions", "inside"],
+    ids=["llama", "linear", "gpt2", "no positions", "inside", "kinds of layers"],
 )
 def test_the_longest_text(config, longest):
     assert longest_text(config) == longest
