@@ -49,9 +49,10 @@ class PrefixStore:
         tokens = lb.generate(model, ids, max_new_tokens=256, prefixes=store)
 
     Texts match only for the same model with the same weights, and the same kind of cache (formats, window,
-    calibration). A partial match is rounded down to a page, at least `residual` tokens before the texts diverge, and the
-    tokens after it are prefilled again. They attend to packed pages, so the output may differ from that of a prompt that is
-    prefilled whole. For models with sliding or recurrent layers only a whole stored text matches.
+    calibration). If texts diverge in the 16-bit window of the stored one, all common tokens match. Else the match ends with
+    a page, at least `residual` tokens earlier. Later tokens are prefilled again. They attend to packed pages, so the output
+    may differ from that of a prompt that is prefilled whole. For models with sliding or recurrent layers only a whole
+    stored text matches.
 
     Args:
         max_bytes: limit for texts on the model's device: a number, or `"8GB"` (8 * 10^9). The least recently used text

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 from command_line import call, commands
@@ -12,6 +13,7 @@ from command_line import call, commands
 from hf_lowbit_kv import Calibration
 from hf_lowbit_kv.eval import protocols
 
+ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = " ".join(str(3 + i * i % 151) for i in range(900))
 
 
@@ -73,6 +75,28 @@ def test_one_document_on_standard_output(run, arguments, name, tmp_path, monkeyp
     document = json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
     assert document
     assert isinstance(document, (list, dict))
+    if name != "doctor":  # the page refers to its docstring
+        assert set(keys(document)) == fields_on_pages(name), name
+
+
+def keys(document):
+    """Names of all fields, at any depth; metrics of lm-eval have names of their own."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield key
+            yield from keys(list(value.values()) if key == "metrics" else value)
+    elif isinstance(document, list):
+        for each in document:
+            yield from keys(each)
+
+
+def fields_on_pages(name):
+    """The fields that a command prints, as measure.md or lm-eval.md lists them."""
+    pages = "".join((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("measure", "lm-eval"))
+    (fields,) = re.findall(
+        rf"^\| `{name}(?: --name wikitext)?` \| (?:list|object)[^|]*\| (.*) \|$", pages, re.MULTILINE
+    )
+    return set(re.findall(r"`(\w+)`", fields))
 
 
 def write_task(folder):
