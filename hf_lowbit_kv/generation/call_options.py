@@ -129,8 +129,14 @@ def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:
 
 def check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that cannot run on a preallocated cache, before anything is allocated."""
-    for argument in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "custom_generate"):
-        if setting(model, options, argument) is not None:
+    for argument in (
+        "assistant_model",
+        "prompt_lookup_num_tokens",
+        "assistant_early_exit",
+        "use_mtp",
+        "custom_generate",
+    ):
+        if (value := setting(model, options, argument)) is not None and value is not False:
             raise ValueError(
                 f"{argument} is not allowed: its steps have several tokens; use model.generate with a growing cache"
             )

@@ -28,7 +28,7 @@ from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
 from .prefill import AUTO, check_chunk_size, prefill_prompt
 from .prefix_loading import PrefixCall, Prefixes, check_prefixes
-from .stored_text import check_continued, remember_text
+from .stored_text import check_continued, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
@@ -271,6 +271,8 @@ def _prepare_cache_for_generation(
         whole = check_continued(callers_cache, call.arguments, self)
         callers_cache.text = None
         if whole and generation_mode in _ONE_TOKEN:  # other modes may end with other rows than those of the cache
+            rows = batch_size * (generation_config.num_return_sequences or 1)
+            expect_text(callers_cache, call.arguments, rows, max_cache_length, self)
             call.caches.append(callers_cache)
     if caller_chose or generation_config.use_cache is False or not stack:
         prepare = original(self, "_prepare_cache_for_generation")

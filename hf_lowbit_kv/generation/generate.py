@@ -41,7 +41,7 @@ from .kept_caches import cache_length, capacity, kept_caches
 from .overriding import overridden
 from .prefill import check_chunk_size, prefill_prompt
 from .prefix_loading import PrefixCall, Prefixes, check_prefixes
-from .stored_text import check_text, remember_text
+from .stored_text import check_text, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
 
@@ -149,7 +149,9 @@ def generate(
                     "cache_options, allow_other_weights, calibration and max_cache_len describe a new cache: they are not "
                     "allowed with past_key_values"
                 )
-            return _run(model, call, _check_cache(past_key_values, preset, call), progress)
+            kept = _check_cache(past_key_values, preset, call)
+            expect_text(kept, call.prompt, call.rows, call.new_tokens, inner)
+            return _run(model, call, kept, progress)
         preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
         acquired = acquire_cache(inner, preset, dict(cache_options or {}), call.rows, length)
         with caches.released_on_error(acquired):

@@ -70,6 +70,25 @@ def check_text(cache: LowBitCache, inputs: Mapping[str, Any], seen: int, model: 
 
 
 @torch.no_grad()
+def expect_text(cache: LowBitCache, prompt: Mapping[str, Any], rows: int, tokens: int, model: Any) -> None:
+    """Keep the text that the cache holds if the call is interrupted: the prompt, and unknown tokens (-1), which no text
+    continues.
+
+    Args:
+        prompt: the arguments of `generate`.
+        rows: of the cache.
+        tokens: largest number of tokens to write.
+    """
+    text = _text_in(prompt)
+    if text is None or len(text) > rows:
+        cache.text = None
+        return
+    begin = _sums(text, model) if text.is_floating_point() else text
+    unknown = begin.new_full((len(begin), tokens, *begin.shape[2:]), -1)
+    cache.text = torch.cat([begin, unknown], dim=1).repeat_interleave(rows // len(text), 0)
+
+
+@torch.no_grad()
 def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any], model: Any) -> None:
     """Keep the text that the cache holds now, for the next turn.
 
@@ -100,6 +119,6 @@ def _text_in(inputs: Mapping[str, Any]) -> torch.Tensor | None:
 @torch.no_grad()
 def _sums(text: torch.Tensor, model: Any) -> torch.Tensor:
     """Sums of the embeddings of ids `[B, n]`, or of these embeddings `[B, n, D]`: float32 `[B, n, SUMS]`."""
-    embeds = text if text.is_floating_point() else model.get_input_embeddings()(text.to(model.device))
+    embeds = text if text.is_floating_point() else model.get_input_embeddings()(text.to(model.device).clamp(min=0))
     factors = torch.arange(1, embeds.shape[-1] * SUMS + 1, device=embeds.device).view(-1, SUMS).float().sin()
     return embeds.float() @ factors

@@ -216,9 +216,8 @@ class PackedRunner(ModelRunner):
             slots = on_device([row.slot for _, row, _ in decoding], ids.device)
             steps.newest[slots] = ids[on_device([index for _, _, index in decoding], ids.device)]
             rows_logits = steps.decode([row for _, row, _ in decoding])[slots]
-            if len(decoding) == len(
-                batch
-            ):  # as a rule; logits of many rows are large, and need not be put together again
+            # as a rule; logits of many rows are large, and need not be put together again
+            if len(decoding) == len(batch) and all(each.has_new_token for each in batch):
                 return SimpleNamespace(logits=rows_logits[None])
             for (index, _, _), of_row in zip(decoding, rows_logits, strict=True):
                 logits[index] = of_row

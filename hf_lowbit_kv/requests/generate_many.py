@@ -3,9 +3,10 @@ packed pages."""
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -197,7 +198,10 @@ def _read(reader: RequestReader, requests: Iterable[Any]) -> Iterator[Request | 
 
 
 def _refused(request: Any, index: int, error: Exception) -> Result:
-    name = request.get("id") if isinstance(request, Mapping) else None
+    given = request if isinstance(request, Mapping) else {}
+    name, streamer = given.get("id"), cast(Any, given.get("streamer"))
+    with contextlib.suppress(Exception):  # it may be no streamer
+        streamer.end()
     return Result(str(index if name is None else name), index, finish_reason="error", error=described(error))
 
 
@@ -310,8 +314,11 @@ class _Run:
         return Scheduler(steps, self._source, self._chunk_size, prefixes, self._tokenizer, kept)
 
     def free(self) -> None:
-        """Free the memory of the pool."""
+        """Free the memory of the pool, and end the streamers of requests that have not ended."""
         self._over = True
+        for request in self._listed or ():
+            with contextlib.suppress(Exception):
+                request.end_streamer()
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.free()

@@ -31,6 +31,8 @@ _WITHOUT = {
     "penalty_alpha": (None,),
     "dola_layers": (None,),
     "prompt_lookup_num_tokens": (None,),
+    "use_mtp": (None, False),
+    "token_healing": (None, False),
     "assistant_early_exit": (None,),
     "stop_strings": (None,),
     "max_time": (None,),

@@ -39,6 +39,7 @@ REFUSED = {
     "output_attentions": "no attention weights are computed",
     "output_hidden_states": "use lb.generate",
     "return_dict_in_generate": "results have all there is",
+    "token_healing": "prompts are read as they are; use lb.generate",
     "guidance_scale": "it runs the model twice a step; use model.generate",
     "cache_implementation": "rows have packed pages; preset= chooses them",
     "compile_config": "steps are recorded; use lb.generate(step='compiled')",
@@ -74,6 +75,11 @@ class Request:
     def limit(self) -> int:
         """Largest number of tokens that a row may have to hold."""
         return len(self.prompt_ids) + self.new_tokens
+
+    def end_streamer(self) -> None:
+        """Tell the streamer that no more tokens come. Only the first call does so."""
+        if (streamer := self.options.pop("streamer", None)) is not None:
+            streamer.end()
 
 
 class RequestReader:

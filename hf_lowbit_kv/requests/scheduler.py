@@ -13,6 +13,7 @@ without waiting: the first token of a text is not held back until all prompts of
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import time
@@ -211,9 +212,8 @@ class Scheduler:
             + (f"{longest} tokens that the model reads" if of_model else f"{self.pool.max_length} tokens of a row")
             + f": lower max_new_tokens or {'shorten the prompt' if of_model else 'raise memory='}"
         )
-        result = self._result(request, number)
-        result.finish_reason, result.error = "error", described(error)
-        self.finished.append(result)
+        self.sequences.append(Sequence(request, number, 0, self._result(request, number), State.WAITING))
+        self.end(self.sequences[-1], "error", error)
 
     def _result(self, request: Request, number: int) -> Result:
         return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
@@ -456,12 +456,10 @@ class Scheduler:
         if sequence.state is State.ENDED:
             return
         had_row, decoding = sequence.has_row, sequence.state is State.DECODING
-        streamer = sequence.request.options.get("streamer")
-        if streamer is not None and had_row:
-            try:
-                streamer.end()
-            except Exception as problem:
-                reason, error = "error", error or problem
+        try:
+            sequence.request.end_streamer()
+        except Exception as problem:
+            reason, error = "error", error or problem
         self._complete(sequence, reason, error)
         self.sequences.remove(sequence)
         sequence.state = State.ENDED
@@ -502,5 +500,7 @@ class Scheduler:
         self.prefixes.clear()
         for sequence in self.sequences:
             sequence.text = None
+            with contextlib.suppress(Exception):
+                sequence.request.end_streamer()
         self._pending.clear()
         self.steps.free()

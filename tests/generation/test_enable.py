@@ -136,6 +136,42 @@ def test_another_text_than_the_cache_holds_is_refused(model, monkeypatch, record
         goes_on(changed, cache)
 
 
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("way", ["generate", "enable"])
+def test_the_text_of_an_interrupted_call_is_compared(model, way, embeddings):
+    """Its prompt, and the tokens after it, which the caller has not seen. Without them the cache goes on."""
+    first, second, other = torch.randint(3, 150, (3, 1, 60))
+    cache = lb.from_preset("dense", model, max_cache_len=256)
+
+    class Interrupted:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, ids, scores):
+            self.calls += 1
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return scores
+
+    def goes_on(ids, **options):
+        prompt = {"inputs_embeds": model.get_input_embeddings()(ids)} if embeddings else {"input_ids": ids}
+        options = {**prompt, "past_key_values": cache, "max_new_tokens": 6, **GREEDY, **options}
+        return lb.generate(model, **options) if way == "generate" else model.generate(**options)
+
+    with lb.enable(model, "dense") if way == "enable" else contextlib.nullcontext():
+        goes_on(first[:, :40])
+        cache.crop(40 - int(cache.get_seq_length()))
+        with pytest.raises(KeyboardInterrupt):
+            goes_on(first, logits_processor=[Interrupted()])
+        assert int(cache.get_seq_length()) == 63
+        for text in (torch.cat([first[:, :40], other], 1), torch.cat([first, second], 1)):
+            with pytest.raises(ValueError, match="inputs do not begin with the text that past_key_values holds"):
+                goes_on(text)
+        cache.crop(-3)
+        want = tiny_models("llama")[1].generate(text, max_new_tokens=6, **GREEDY)[:, 120:]
+        assert torch.equal(goes_on(text)[:, -6:], want)
+
+
 def test_the_new_tokens_alone_with_a_mask_for_all(model):
     """They are not compared. Neither is a text that beams have written."""
     ids, mask = left_padded(2, 60)

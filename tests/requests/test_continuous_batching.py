@@ -4,12 +4,14 @@ import copy
 import gc
 import re
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from cases import tiny_models
 from length_rope_cases import LIMIT, ROPES, rope_models
+from pool_cases import steps_on
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_lowbit_kv as lb
@@ -198,6 +200,29 @@ def test_memory_is_given_back(models, ours, monkeypatch):
     assert [each() for each in made] == [None]
 
 
+@needs_release
+def test_a_chunk_of_one_token_before_other_rows_has_no_logits(models):
+    """The scheduler "prefill_first" makes such batches from a prompt of which 2 tokens are left, with
+    `num_return_sequences`. The logits are those of the new tokens, in the order of the batch."""
+    from hf_lowbit_kv.requests.continuous_batching import PackedRunner
+
+    steps, texts = steps_on(models[0], "dense", slots=3), [prompt(9), prompt(20), prompt(30)]
+    batch, rows = [], {}
+    with torch.no_grad():
+        for name, ids in enumerate(texts):
+            rows[name] = steps.pool.enter(64)
+            steps.prefill(rows[name], torch.tensor(ids[:-1]))
+            batch.append(
+                SimpleNamespace(state=SimpleNamespace(request_id=name), query_length=1, has_new_token=name > 0)
+            )
+        runner = object.__new__(PackedRunner)
+        runner.cache = SimpleNamespace(steps=steps, rows=rows)
+        runner.inputs_and_outputs = SimpleNamespace(requests_in_batch=batch)
+        logits = runner._forward(torch.tensor([[ids[-1] for ids in texts]])).logits
+        want = torch.stack([models[1](torch.tensor([ids])).logits[0, -1] for ids in texts[1:]])
+    torch.testing.assert_close(logits[0], want, rtol=1e-4, atol=1e-4)
+
+
 # ---- what transformers would drop --------------------------------------------------------------------------------------
 
 
@@ -208,6 +233,8 @@ def test_memory_is_given_back(models, ours, monkeypatch):
         ({"num_beams": 2}, "num_beams=2"),
         ({"stop_strings": ["a"]}, "stop_strings="),
         ({"max_time": 1.0}, "max_time="),
+        ({"token_healing": True}, "token_healing=True"),
+        ({"use_mtp": True}, "use_mtp=True"),
         ({"do_sample": True, "top_p": 1.5}, "top_p=1.5 is not allowed"),
         ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
         ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),

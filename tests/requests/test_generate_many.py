@@ -267,6 +267,33 @@ def test_a_streamer_gets_prompt_and_tokens(model, texts):
     assert streamer.ended
 
 
+@pytest.mark.parametrize("end", ["refused", "closed", "interrupted"])
+def test_a_streamer_ends_once_however_its_request_ends(model, texts, end):
+    """A thread that reads from it would wait for ever. Requests: not valid, too long, and 2 that get no row before the end."""
+    ended = [0] * 6
+
+    class Counting(Collected):
+        def __init__(self, index):
+            super().__init__(3, KeyboardInterrupt() if end == "interrupted" else None)
+            self.index = index
+
+        def end(self):
+            ended[self.index] += 1
+
+    more = [{"temperature": -1.0}, {"max_new_tokens": 10**6}, {"max_new_tokens": 2}, {}, {}, {}]
+    requests = [{"input_ids": texts[0], "streamer": Counting(i), **options} for i, options in enumerate(more)]
+    if end == "closed":
+        running = many(model, requests, max_rows=1, as_completed=True)
+        assert [next(running).index for _ in range(3)] == [0, 1, 2]
+        running.close()
+    elif end == "interrupted":
+        with pytest.raises(lb.Interrupted):
+            many(model, requests, max_rows=1)
+    else:
+        many(model, requests, max_rows=1)
+    assert ended == [1] * 6
+
+
 def test_the_error_of_one_request_does_not_stop_the_others(model, texts):
     requests = [
         texts[0],

@@ -218,6 +218,8 @@ REFUSED = {
     "max_new_tokenz": (3, "'max_new_tokenz' is not known: .* did you mean 'max_new_tokens'"),
     "per_layer": ({}, r"'per_layer' is .* pass it as lb.generate_many\(\.\.\., cache_options=\{'per_layer'"),
     "penalty_alpha": (0.6, "contrastive"),
+    "use_mtp": (True, "use_mtp is not allowed"),
+    "token_healing": (True, "token_healing=True is not allowed: prompts are read as they are"),
     "output_scores": (True, "output_scores=True"),
     "guidance_scale": (2.0, "guidance_scale=2.0"),
     "past_key_values": (1, "past_key_values is not allowed"),
