@@ -80,6 +80,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "moe_topk": 2,
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "helium": {"head_dim": 64},
     "longcat_flash": {"head_dim": 16},
