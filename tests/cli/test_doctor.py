@@ -33,7 +33,7 @@ def test_it_is_json_with_the_documented_keys(found):
     assert set(found["check"]) == {
         *("preset", "device", "dtype", "backend", "tokens", "relative_error", "bound", "error"),
     }
-    assert found["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["packages"]["torch"])  # which has no name of a build
 
 
 def test_every_listed_preset_has_a_row(found):
