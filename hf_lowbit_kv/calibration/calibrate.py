@@ -82,7 +82,8 @@ def calibrate(
         >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
     """
     check_texts(texts, tokenizer)
-    if text_names is not None and len(text_names) != len(texts):
+    names = text_names if isinstance(text_names, (list, tuple)) else ()
+    if text_names is not None and (len(names) != len(texts) or not all(isinstance(name, str) for name in names)):
         raise ValueError(
             f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 
@@ -62,6 +62,8 @@ class Fp8(Format):
     stores_latents: ClassVar[bool] = True
 
     def __post_init__(self):
+        if self.granularity not in get_args(Granularity):
+            raise ValueError(f"granularity={self.granularity!r} is not known; allowed: {get_args(Granularity)}")
         self.check_layout(self._offered)
 
     @property

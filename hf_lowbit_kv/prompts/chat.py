@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 import time
 import warnings
@@ -15,14 +16,16 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import cache_contents, saved_cache
+from ..cache.cache_options import check_choice
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.method_caches import from_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
-from ..generation.call_options import check_names, check_options, options_of_cache, setting
+from ..generation.call_options import check_names, check_options, options_of_cache, setting, which_step
 from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
+from ..generation.prefill import check_chunk_size
 from ..generation.sampling_settings import check_sampling, check_text
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
@@ -83,7 +86,7 @@ class Chat:
     Raises:
         ValueError: an option or the preset is unknown, a chat sets the option itself, `lb.generate` would refuse an
             option, `max_length` is more than the model was made for, or the tokenizer has no chat template.
-        TypeError: the tokenizer is a text.
+        TypeError: an argument has another type, such as a text as tokenizer.
 
     Example:
         >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
@@ -116,6 +119,8 @@ class Chat:
         cache_options: dict[str, Any] = {
             **(options_of_cache(chosen, calibration, options.pop("allow_other_weights", False)) or {})
         }
+        if "max_cache_len" in cache_options:
+            raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_length= to the chat")
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
@@ -342,9 +347,9 @@ class Chat:
         """Write the conversation and its cache, replacing an earlier one. `load` continues it.
 
         Raises:
-            TypeError: an option cannot be written, such as a logits processor. NotADirectoryError: a file has this name.
-            OSError: the files cannot be written. RuntimeError: an answer is still being written. ValueError: `folder` is
-            empty, or another adapter than that of the last answer is active.
+            TypeError: an option or a message cannot be written, such as a logits processor. NotADirectoryError: a file
+            has this name. OSError: the files cannot be written. RuntimeError: an answer is still being written.
+            ValueError: `folder` is empty, or another adapter than that of the last answer is active.
         """
         path = named_path("folder", folder)
         with self._turn:  # another thread may send a message while the files are written
@@ -356,6 +361,7 @@ class Chat:
                 "options": self.options,
                 "finish_reason": self.finish_reason,
             }
+            _check_writable(self.messages, {**self.options, "chat_template_kwargs": self.chat_template_kwargs})
             header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
             contents = cache_contents.take(self.cache)
         saved_cache.write(path, contents, header, {"chat": fields})
@@ -482,6 +488,16 @@ def _check_messages(messages: Any) -> None:
             check_text(f"chat.messages[{index}]", content)
 
 
+def _check_writable(messages: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for values that JSON does not have."""
+    values = {f"chat.messages[{index}]": message for index, message in enumerate(messages)} | dict(options)
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name}={value!r:.100} cannot be saved: {error}") from error
+
+
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that `generate` would refuse."""
     check_names("lb.Chat", model, options, _KNOWN)
@@ -490,6 +506,9 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     check_count("max_new_tokens", options.get("max_new_tokens"), optional=True)
     if (count := setting(model, options, "num_return_sequences")) not in (None, 1):  # of a configuration
         raise ValueError(f"num_return_sequences={count} is not allowed: a chat writes one answer; set it to 1")
+    which_step(model, options.get("step"), options)
+    check_choice("fuse", options.get("fuse", True))
+    check_chunk_size(setting(model, options, "prefill_chunk_size"))
     check_options(model, options)
     check_sampling(model, None, options)
 

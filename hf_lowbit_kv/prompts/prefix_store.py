@@ -64,7 +64,7 @@ class PrefixStore:
 
     Raises:
         ValueError: a size is not understood, there is a limit without a folder, or `folder` is empty. NotADirectoryError: the
-            folder is a file.
+            folder is a file. OSError: it cannot be made.
 
     Example:
         >>> store = lb.PrefixStore("1GB")

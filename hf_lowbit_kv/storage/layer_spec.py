@@ -100,7 +100,13 @@ class LayerSpec:
     @functools.cache
     def parse(key: str) -> LayerSpec:
         """The spec with that `key`; transforms and attention kind may be left out."""
-        keys, values, sink, residual, page_size, *rest = key.split("|")
+        parts = key.split("|")
+        if not 5 <= len(parts) <= 8 or not all(part.isdecimal() for part in parts[2:5]):
+            raise ValueError(
+                f"key={key!r} is not allowed; it must be key_format|value_format|sink|residual|page_size, then optionally "
+                "|key_transform|value_transform|attention_kind"
+            )
+        keys, values, sink, residual, page_size, *rest = parts
         of_keys, of_values, attention_kind = (*rest, *("none", "none", "separate")[len(rest) :])
         formats = parse_format(keys), parse_format(values)
         sizes = int(sink), int(residual), int(page_size)

@@ -80,3 +80,5 @@ def test_sizes_and_where_it_serves():
     assert CENTERED.with_layout("fragment-1t") == CENTERED
     with pytest.raises(ValueError, match=r"layout='fragment-1t' is not known; allowed"):
         parse_format("fp8-centered@fragment-1t")
+    with pytest.raises(ValueError, match=r"granularity='row' is not known; allowed: .*'token', 'block', 'static'"):
+        Fp8("row")

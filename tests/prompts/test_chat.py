@@ -303,6 +303,7 @@ def test_the_longest_text(config, longest):
             r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself",
         ),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x' is not allowed"),
+        ({"cache_options": {"max_cache_len": 300}}, ValueError, "max_cache_len.* is not allowed: pass max_length="),
     ],
 )
 def test_bad_arguments(model, options, error, message):
@@ -385,6 +386,18 @@ def test_a_file_in_place_of_the_folder(model, tmp_path):
     assert path.read_text() == "mine"
 
 
+def test_what_cannot_be_saved_leaves_no_file(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chat = _chat(model)
+    chat.send(words(5, 1))
+    with pytest.raises(ValueError, match="folder='' is not allowed; it must name a folder"):
+        chat.save("")
+    chat.options["stopping_criteria"] = [len]
+    with pytest.raises(TypeError, match=r"stopping_criteria=\[<built-in function len>\] cannot be saved"):
+        chat.save(tmp_path / "chat")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder in which not even root can write")
 def test_a_folder_in_which_nothing_can_be_written(model):
     chat = _chat(model)
@@ -455,6 +468,10 @@ def test_an_answer_that_is_left_is_cancelled(model):
             {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
             "num_return_sequences=2 is not allowed: a chat writes one answer",
         ),
+        ({"step": "fast"}, "step='fast' is not known"),
+        ({"step": "compiled", "disable_compile": True}, "step='compiled' and disable_compile=True"),
+        ({"fuse": 1}, "fuse=1 is not allowed"),
+        ({"prefill_chunk_size": -1}, "prefill_chunk_size=-1 is not allowed"),
     ],
     ids=str,
 )

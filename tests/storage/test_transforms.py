@@ -149,6 +149,14 @@ def test_values_have_no_center():
         LayerSpec.parse("static-54222100|static-2-tn|8|64|32|eigen|eigen|separate")
 
 
+@pytest.mark.parametrize(
+    "key", ["", "fp8", "fp8|fp8|0|128", "fp8|fp8|none|128|128", "fp8|fp8|0|128|128|none|none|latent|1"]
+)
+def test_a_text_that_is_no_spec(key):
+    with pytest.raises(ValueError, match=r"key=.* is not allowed; it must be key_format\|value_format\|sink"):
+        LayerSpec.parse(key)
+
+
 def test_parameters_of_all_heads_are_shared():
     transform = lb.parse_transform("smooth")
     one = {"factors": torch.rand(1, 64) + 1}
