@@ -62,9 +62,8 @@ class Diagnosis(dict):
             AMD GPU ("gfx942"). Values that torch does not report are `None`.
         kernels: `{"directory", "files", "bytes", "why_refused"}` of the compiled CUDA kernels on disk.
         backends: per pair of formats `{"keys", "values", "attention_kind", "presets", "backend", "why"}`. `attention_kind`
-            is "separate" for
-            keys and values, "latent" for MLA. `backend` is `None` if no backend supports the pair. `why` is the
-            reason why no faster backend is used, or `None`.
+            is "separate" for keys and values, "latent" for MLA. `backend` is `None` if no backend supports the pair.
+            `why` is the reason why no faster backend is used, or `None`.
         check: one attention step over packed pages `{"preset", "device", "dtype", "backend", "tokens",
             "relative_error", "bound", "error"}`.
         missing: per missing package or tool `{"what", "for", "command"}`.

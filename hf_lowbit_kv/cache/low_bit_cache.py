@@ -66,8 +66,8 @@ class LowBitCache(Cache, PushToHubMixin):
         residual_length: the same under transformers' name; giving both is an error.
         page_size: tokens that are packed together.
         transform, value_transform: maps of keys and of values before they are stored, or their names: `"none"`,
-            `"hadamard"`, `"smooth"`, `"matrix"`, several joined by `+`. Apart from rounding they do not change
-            attention.
+            `"hadamard"`, `"smooth"`, `"matrix"`, `"eigen"` (keys only), several joined by `+`. Apart from rounding they
+            do not change attention.
         max_cache_len: preallocate for this many tokens, at addresses that never change, so that `generate` can compile
             the step; `None`: grow by slabs of pages.
         backend: `"torch"`, `"cpu"`, `"triton"`, `"cuda"`; `None`: the environment variable `HF_LOWBIT_KV_BACKEND`, or
@@ -88,6 +88,8 @@ class LowBitCache(Cache, PushToHubMixin):
     Raises:
         ValueError: the model cannot be served (encoder-decoder, nothing to pack, no attention interface); only the
             configuration of a model with MLA is given (latents need the model itself); or an argument is out of range.
+            With the first tokens: `backend` does not support the device or the layer.
+        TypeError: an argument does not exist or has another type. OSError: there is no such calibration.
         ImportError: `backend="triton"` without Triton, `backend="cuda"` without cuda-bindings.
 
     Example:

@@ -43,7 +43,8 @@ def from_preset(
 
     Raises:
         ValueError: the preset is unknown, or an argument is not allowed.
-        TypeError: an argument does not exist.
+        TypeError: an argument does not exist or has another type.
+        OSError, ImportError: as for `LowBitCache`.
 
     Example:
         >>> cache = lb.from_preset("kivi-4-sink", model, residual=256)
@@ -116,7 +117,7 @@ class KittyCache(LowBitCache):
     Args:
         boost: share of the key channels with 4 bits, 0 to 1: 0.125 is Kitty, 0.25 Kitty-Pro.
         score: how channels are chosen; see `formats.Boosted`.
-        bits_v: 2, 4 or 8.
+        bits_v: 2, 4, 5, 6 or 8.
         group_size: 32, 64 or 128 channels of a value; `None`: the whole head.
         **options: as for `LowBitCache`.
 
@@ -177,7 +178,8 @@ class MLAFP8Cache(LowBitCache):
         **options: as for `LowBitCache`. By default there are no recent tokens in 16 bits (`residual=0`).
 
     Raises:
-        ValueError: the model has no MLA, has sparse MLA, or has a latent rank that is not a multiple of 64.
+        ValueError: only a configuration is given, or the model has no MLA, sparse MLA, a latent rank that is not a
+            multiple of 64, or RoPE channels that are not a multiple of 8.
 
     Example:
         >>> from transformers import AutoConfig, AutoModelForCausalLM

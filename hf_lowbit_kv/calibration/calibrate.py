@@ -48,13 +48,13 @@ def calibrate(
 
     Args:
         texts: strings. Texts of `length` tokens or more are cut into windows. If these are too few, remainders and
-            shorter texts are joined, separated by the end token. A window begins at a random position within the
-            context of the model. Use other texts for evaluation.
+            shorter texts are joined, separated by the end token. Every second window begins at position 0, the others
+            at random positions within the context of the model. Use other texts for evaluation.
         preset: one or several names or `LayerSpec` objects. Presets share parameters that they have in common.
         samples: number of windows, drawn at random. `None`: 32768 tokens in all on a CPU and 131072 on a GPU, or all
             windows if there are fewer.
-        length: tokens per window, at most the context of the model. `None`: the default of the presets, 512, or 4096 for
-            `eigen-*`.
+        length: tokens per window, at least two pages, at most the context of the model. `None`: the default of the
+            presets, 512, or 4096 for `eigen-*`.
         seed: seed of all random choices, from 0 to 2**31 - 1.
         per_head: whether each KV head gets its own codebook. `None`: one codebook per layer.
         gradients: whether to compute gradients for presets that weight errors by them (`eigen-*`). The model then reads
@@ -73,9 +73,9 @@ def calibrate(
     Raises:
         ValueError: a preset has no parameters, a number is out of range, the texts are too short (the message says how many
             tokens are needed), keys or values are not finite, or the model's first weights are not in memory.
-        TypeError: the texts are not strings, the tokenizer is not callable, `preset` is no preset, or an option is not
-            `True` or `False`.
-        ImportError: faiss is missing, on a CPU.
+        TypeError: the texts are not strings, the tokenizer is not callable, `model` is no model, `preset` is no preset, or
+            an option is not `True` or `False`.
+        ImportError: faiss is missing, for codebooks on a CPU.
 
     Example:
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)

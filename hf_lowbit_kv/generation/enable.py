@@ -155,7 +155,8 @@ def enable(
 
     Raises:
         ValueError: the preset is unknown, an option is out of range, or the model is not supported.
-        TypeError: `model` is not a transformers model.
+        TypeError: `model` is not a transformers model, or an option does not exist or has another type.
+        OSError: there is no such calibration.
         RuntimeError: this transformers release creates caches in another method.
         After an error nothing has changed.
 

@@ -118,7 +118,9 @@ def generate(
             text does not begin with the tokens in the cache; both `calibration` and `cache_options["calibration"]` are
             given; beam search or assisted decoding is requested (use `enable` or `model.generate`); or, for
             `"compiled"`, transformers does not compile the model.
-        RuntimeError: `"compiled"` on a machine without a C compiler.
+        TypeError: an argument has another type, or an option of the cache does not exist.
+        OSError: there is no such calibration.
+        RuntimeError: `"compiled"` on a GPU without a C compiler.
 
     Example:
         >>> tokens = lb.generate(model, **inputs, preset="kivi-4-sink", max_new_tokens=8)

@@ -261,7 +261,7 @@ def fits(
 
     Raises:
         ValueError: a number, name or size is not allowed, or no preset supports the model.
-        TypeError: `presets` is no list of names, or `model` is something else.
+        TypeError: `presets` is no list of names, or `model` is something else. OSError: the configuration cannot be read.
 
     Column `chunk`: activations of 2048 tokens, or the buffer into which attention unpacks, whichever is larger.
     Sliding-window and recurrent layers are counted as transformers allocates them.

@@ -63,7 +63,7 @@ def generate_many(
         preset: see `preset_names`; `None`: `kivi-4-sink`.
         tokenizer: for texts, messages and `stop_strings`; without it results have no text.
         memory: bytes of the pool (pages, windows, rings, tables, kept prefixes), or a size such as `"24GB"`. Default: 90 % of
-            the memory that is free after the model has read one chunk. A pool is never larger than the requests need.
+            the memory that is free after the model has read one chunk. A list never gets a larger pool than it needs.
         max_rows: largest number of sequences at once. Default: as many as fit, up to 128.
         prefill_chunk_size: prompts are read in chunks that end at multiples of this number; `0`: whole prompts. A
             decoding row waits at most one chunk for its next token. Default: 2048.
@@ -90,6 +90,7 @@ def generate_many(
             list; the model has recurrent layers, or there is too little memory. Nothing is allocated then. If
             single requests cannot be served, because of their prompt or their own options, they get a result with an error
             instead.
+        TypeError: an argument, or each request of a list, has another type. OSError: there is no such calibration.
         Interrupted: Ctrl-C was pressed. Its `results` have the texts so far.
 
     Example:

@@ -166,9 +166,9 @@ class Identity(Transform):
 
 @dataclass(frozen=True)
 class Hadamard(Transform):
-    """Rotation by an orthonormal Hadamard matrix of order head_dim: Sylvester's for 64, 128 and 256; for 80 = 20 x 4
-    and 96 = 12 x 8 one that contains a matrix of Paley's. It is orthogonal, so keys and queries get the same rotation.
-    (VecInfer, section 3.1; QuaRot, SpinQuant.)
+    """Rotation by an orthonormal Hadamard matrix of order head_dim: Sylvester's for powers of two; for 80 = 20 x 4,
+    96 = 12 x 8 and 192 = 12 x 16 one that contains a matrix of Paley's. It is orthogonal, so keys and queries get the
+    same rotation. (VecInfer, section 3.1; QuaRot, SpinQuant.)
 
     Example:
         >>> cache = lb.LowBitCache(model, "int2-channel", "int2-token", transform=lb.Hadamard())
