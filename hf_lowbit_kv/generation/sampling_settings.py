@@ -64,7 +64,7 @@ def check_sampling(model: Any, prompt_ids: torch.Tensor | None, options: Mapping
         options: as for `model.generate`.
 
     Raises:
-        ValueError: a setting has another type, or a value that is not allowed.
+        ValueError, TypeError: a setting has another type, or a value that is not allowed.
     """
     check_settings(options)
     setting_names = vars(GenerationConfig())
@@ -89,7 +89,8 @@ def check_text(name: str, text: str) -> None:
 
 def check_settings(options: Mapping[str, Any]) -> None:
     """Raise `ValueError` if a setting of the call, or of its `generation_config`, is not a number or is out of range, or
-    if `num_return_sequences`, `do_sample`, `stop_strings` or `eos_token_id` is invalid."""
+    if `num_return_sequences`, `do_sample`, `stop_strings`, `eos_token_id` or `pad_token_id` is invalid. `TypeError`: see
+    `_check_objects`."""
 
     def setting(name: str) -> Any:
         value = options.get(name)
@@ -109,11 +110,30 @@ def check_settings(options: Mapping[str, Any]) -> None:
         raise ValueError(f"stop_strings={stops!r} is not allowed; it must be a non-empty text, or a list of such texts")
     for text in texts or ():
         check_text("stop_strings", text)
-    ends = setting("eos_token_id")
-    numbers = ends.reshape(-1).tolist() if isinstance(ends, torch.Tensor) else ends
-    for end in numbers if isinstance(numbers, (list, tuple)) else [] if numbers is None else [numbers]:
-        if not isinstance(end, int) or isinstance(end, bool):
-            raise ValueError(f"eos_token_id={ends!r} is not allowed; it must be the id of a token, or a list of ids")
+    for name in ("eos_token_id", "pad_token_id"):
+        tokens = setting(name)
+        numbers = tokens.reshape(-1).tolist() if isinstance(tokens, torch.Tensor) else tokens
+        for number in numbers if isinstance(numbers, (list, tuple)) else [] if numbers is None else [numbers]:
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise ValueError(f"{name}={tokens!r} is not allowed; it must be the id of a token, or a list of ids")
+    _check_objects(options)
+
+
+def _check_objects(options: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for objects that the first step could not call."""
+    streamer: Any = options.get("streamer")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"streamer={streamer!r} is not allowed; it must have the methods put and end")
+    allowed = options.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise TypeError(f"prefix_allowed_tokens_fn={allowed!r} is not allowed; it must be a function")
+    for name in ("logits_processor", "stopping_criteria"):
+        objects = options.get(name)
+        listed = objects is None or isinstance(objects, Sequence)
+        if not listed or not all(callable(each) for each in objects or ()):
+            raise TypeError(
+                f"{name}={objects!r} is not allowed; it must be a list of transformers' objects of that kind"
+            )
 
 
 def processors_of(

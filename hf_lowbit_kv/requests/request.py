@@ -250,19 +250,6 @@ def _check_own_options(request: Mapping[str, Any]) -> None:
         raise ValueError(f"logprobs={request['logprobs']!r} is not allowed; it must be True or False")
     if not isinstance(request.get("chat_template_kwargs", {}), (Mapping, type(None))):
         raise TypeError(f"chat_template_kwargs={request['chat_template_kwargs']!r} is not allowed; it must be a dict")
-    streamer: Any = request.get("streamer")
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise TypeError(f"streamer={streamer!r} is not allowed; it must have the methods put and end")
-    allowed = request.get("prefix_allowed_tokens_fn")
-    if allowed is not None and not callable(allowed):
-        raise TypeError(f"prefix_allowed_tokens_fn={allowed!r} is not allowed; it must be a function")
-    for name in ("logits_processor", "stopping_criteria"):
-        objects = request.get(name)
-        listed = objects is None or isinstance(objects, Sequence)
-        if not listed or not all(callable(each) for each in objects or ()):
-            raise TypeError(
-                f"{name}={objects!r} is not allowed; it must be a list of transformers' objects of that kind"
-            )
 
 
 def _kind(prompt: Any) -> str:

@@ -175,6 +175,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"do_sample": True, "min_p": 2.0}, "min_p=2.0 is not allowed; it must be a number from 0 to 1"),
         ({"do_sample": "yes"}, "do_sample='yes' is not allowed; it must be True or False"),
         ({"eos_token_id": "a"}, "eos_token_id='a' is not allowed; it must be the id of a token"),
+        ({"pad_token_id": "a"}, "pad_token_id='a' is not allowed; it must be the id of a token"),
         ({"stop_strings": [""]}, r"stop_strings=\[''\] is not allowed"),
         ({"generation_config": GenerationConfig(epsilon_cutoff=3)}, "epsilon_cutoff=3 is not allowed"),
         ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, "`temperature`"),
@@ -190,6 +191,13 @@ def test_bad_arguments(model, arguments, message):
     arguments = {"inputs": left_padded(1, 50)[0], "preset": "kivi-2", "max_new_tokens": 12} | arguments
     with pytest.raises(ValueError, match=message):
         lb.generate(model, **arguments)
+    assert not kept_caches(model).entries
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria", "streamer", "prefix_allowed_tokens_fn"])
+def test_objects_of_another_kind(model, name):
+    with pytest.raises(TypeError, match=f"{name}=3 is not allowed"):
+        lb.generate(model, left_padded(1, 50)[0], max_new_tokens=12, **{name: 3})
     assert not kept_caches(model).entries
 
 

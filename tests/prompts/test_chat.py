@@ -303,6 +303,8 @@ def test_the_longest_text(config, longest):
             r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself",
         ),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x' is not allowed"),
+        ({"stopping_criteria": 3}, TypeError, "stopping_criteria=3 is not allowed; it must be a list"),
+        ({"logits_processor": [3]}, TypeError, r"logits_processor=\[3\] is not allowed; it must be a list"),
         ({"cache_options": {"max_cache_len": 300}}, ValueError, "max_cache_len.* is not allowed: pass max_length="),
     ],
 )
