@@ -132,8 +132,9 @@ class Chat:
         """Send a message and return the answer. Ctrl-C keeps the partial answer as the turn, and is raised.
 
         Raises:
-            ValueError: the conversation has no room left, or `messages` holds something else than messages.
-            RuntimeError: an answer is still being written. In both cases nothing has changed.
+            ValueError, TypeError: the conversation has no room left, `text` is no text, `messages` holds something else
+                than messages, or an option is not allowed.
+            RuntimeError: an answer is still being written. In all cases nothing has changed.
         """
         with self._turn:
             ids = self._aligned_ids(text)
