@@ -134,8 +134,6 @@ def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(NotADirectoryError, match="mine' is a file; texts are kept in a folder"):
         lb.PrefixStore(folder=tmp_path / "mine")
-    with pytest.raises(ValueError, match="folder='' is not allowed; it must name a folder"):
-        lb.PrefixStore(folder="")
 
 
 def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
