@@ -81,7 +81,7 @@ computed as before.
 |---|---|
 | packed | how many layers of the tested model pack tokens. The others (sliding, linear, recurrent) keep transformers' own |
 | fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
-| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) work; `eigen-*` below 4 bits not with head_dim 80 or 96 |
+| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) work; most `eigen-*` do not with head_dim 80 or 96 |
 
 In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and values of earlier layers, and store none. So
 the newest tokens are stored when the last of these layers has attended. All ways to generate work with them.
