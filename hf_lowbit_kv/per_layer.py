@@ -178,13 +178,19 @@ def layer_parameters(
     return {index: parameters.for_layer(index) for index in specs}
 
 
-def check_layer(index: int, spec: LayerSpec, sizes: StreamSizes, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` if the heads or parameters of a layer do not fit its spec. Unknown `sizes` are not checked."""
+def check_layer(
+    index: int, spec: LayerSpec, sizes: StreamSizes, parameters: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Raise `ValueError` if the heads or parameters of a layer do not fit its spec. Unknown `sizes` are not checked.
+
+    Args:
+        parameters: `None`: not checked.
+    """
     if sizes.first is None or sizes.second is None:
         return
     try:
         spec.validate(sizes.first, sizes.second)
-        if sizes.heads is not None:
+        if parameters is not None and sizes.heads is not None:
             spec.check_parameters(parameters, (sizes.first, sizes.second), sizes.heads)
     except ValueError as error:
         raise ValueError(f"layer {index}: {error}") from None

@@ -152,6 +152,8 @@ class LowBitCache(Cache, PushToHubMixin):
         specs = layer_specs(spec, per_layer, dense_layers, config, model_sides)
         sizes = stream_sizes(config, model_sides)
         self.packed_sizes = {index: tuple(size) for index, size in sizes.items()}
+        for index, layer_spec in specs.items():  # no calibration would help
+            check_layer(index, layer_spec, sizes[index])
         self.calibration_remark: str | None = None
         made_for = None
         if parameters is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,9 @@ def calibrate(
             (`"reading"`, `"gradients"`, `"fitting"`), the number of its steps done, first 0, and their total.
 
     Raises:
-        ValueError: a preset has no parameters, a number is out of range, the texts are too short (the message says how many
-            tokens are needed), keys or values are not finite, or the model's first weights are not in memory.
+        ValueError: a preset has no parameters or fits no layer, a number is out of range, the texts are too short (the
+            message says how many tokens are needed), keys or values are not finite, or the model's first weights are not
+            in memory.
         TypeError: the texts are not strings, the tokenizer is not callable, `model` is no model, `preset` is no preset, or
             an option is not `True` or `False`.
         ImportError: faiss is missing, for codebooks on a CPU.
@@ -163,7 +164,22 @@ def plan_for(
     specs = _specs(preset)
     if idle := [name for name, spec in specs.items() if not list(jobs_of(spec))]:
         raise ValueError(f"preset={idle[0]!r} has no parameters: it needs no calibration")
-    return CalibrationPlan([job for spec in specs.values() for job in jobs_of(spec)], packed_sizes(model), per_head)
+    sizes = packed_sizes(model)
+    for name, spec in specs.items():
+        _check_widths(name, spec, sizes)
+    return CalibrationPlan([job for spec in specs.values() for job in jobs_of(spec)], sizes, per_head)
+
+
+def _check_widths(name: str, spec: LayerSpec, sizes: Mapping[int, Any]) -> None:
+    """Raise `ValueError` if the spec fits no layer: no cache could use its tensors. sizes: see `packed_sizes`."""
+    reasons = []
+    for index, (_, *widths) in sizes.items():
+        try:
+            spec.validate(*widths)
+        except ValueError as error:
+            reasons.append(f"layer {index}: {error}")
+    if len(reasons) == len(sizes):
+        raise ValueError(f"preset={name!r} does not fit the model: {reasons[0]}")
 
 
 def _specs(preset: str | LayerSpec | Sequence[str | LayerSpec]) -> dict[str, LayerSpec]:

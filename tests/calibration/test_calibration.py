@@ -258,6 +258,17 @@ def test_presets_without_parameters_and_texts_that_are_no_list(model):
         lb.calibrate(model, characters, TEXTS, [])
 
 
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_heads_that_the_format_does_not_store(head_dim, monkeypatch):
+    """Neither a cache without a calibration nor the command that would make one costs a run over texts first."""
+    model = tiny_models("llama", head_dim=head_dim)[0]
+    monkeypatch.setattr(calibrating, "run_windows", lambda *_: pytest.fail("the model reads texts"))
+    with pytest.raises(ValueError, match=rf"^preset='eigen-2' does not fit the model: layer 0: .*head_dim={head_dim}"):
+        lb.calibrate(model, characters, TEXTS, "eigen-2", samples=2, length=1024, progress=False)
+    with pytest.raises(ValueError, match=rf"^layer 0: .*head_dim={head_dim}"):
+        lb.from_preset("eigen-2", model)
+
+
 def test_keys_that_are_not_finite():
     broken = tiny_models("llama")[0]
     broken.model.layers[1].self_attn.k_proj.weight.data[3] = float("nan")

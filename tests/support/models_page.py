@@ -79,12 +79,12 @@ computed as before.
 
 | column | meaning |
 |---|---|
-| packed | how many layers of the tested model store packed tokens; a published hybrid may have fewer. Sliding, linear and recurrent layers keep transformers' own cache |
+| packed | how many layers of the tested model pack tokens. The others (sliding, linear, recurrent) keep transformers' own |
 | fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
-| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) support the layers |
+| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) work; most `eigen-*` do not with head_dim 80 or 96 |
 
-In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and values of earlier layers, and store none. So the newest tokens are
-stored when the last of these layers has attended. All ways to generate work with them.
+In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and values of earlier layers, and store none. So
+the newest tokens are stored when the last of these layers has attended. All ways to generate work with them.
 
 {generation} [`lb.generate_many`](many-requests.md#which-models)
 and the server work with those that have no linear or recurrent layers.
@@ -135,7 +135,8 @@ No small model of these could be created, or transformers' own cache cannot run 
 ## How these models are tested
 
 `python tests/support/models_page.py` wrote this page. It makes a small model of each architecture, with
-random weights and every kind of layer, in the order of its default configuration where that is short. `model.generate` gets two rows, one of them padded, with all inputs
+random weights and every kind of layer; published hybrid models may have other shares of them. `model.generate` gets two
+rows, one of them padded, with all inputs
 that a tokenizer or processor returns, and generates {new} tokens: with a growing and with a preallocated cache without
 compression. `lb.generate` and an enabled model do the same. Logits must equal those with transformers' own cache, up
 to {tolerance:g} of their standard deviation. Vision-language models get their image as pixel values.
