@@ -102,7 +102,7 @@ def calibrate(
     longest = longest_window(model)
     length = min(plan.length, longest) if length is None else length
     tokens, device = Tokens(texts, tokenizer), model.device.type
-    windows = tokens.draw(samples, length, seed, device, least=2 * max(plan.page_sizes), most=longest)
+    windows = tokens.draw(samples, length, seed, device, plan.least_length, most=longest)
     gradient_sides = plan.gradient_sides if gradients else {}
     extra = None
     if gradient_sides:

@@ -104,6 +104,11 @@ class CalibrationPlan:
         return max((calibrator.length for calibrator in self.calibrators.values()), default=512)
 
     @property
+    def least_length(self) -> int:
+        """Fewest tokens of a window: two pages, and one that no job skips."""
+        return max(max(2, job.first + 1) * job.page_size for job in self.jobs)
+
+    @property
     def gradient_sides(self) -> dict[int, list[int]]:
         """By page size, the sides with a calibrator that uses gradients: 0 for keys, 1 for values."""
         needed = {(each.page_size, key[1]) for key, each in self.calibrators.items() if each.gradients}

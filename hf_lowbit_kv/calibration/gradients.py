@@ -36,15 +36,15 @@ def gradient_windows(
             below 512 tokens.
 
     Raises:
-        ValueError: the context of the model is so short that no query would read a page packed.
+        ValueError: the windows are so short that no query would read a page packed.
     """
     lengths = [min(length, longest_window(model)) for length in (LENGTH, LENGTH // 2)]
     if length is not None:
         lengths = [each for each in lengths if each <= max(length, LENGTH // 2)]
     if not (usable := [length for length in lengths if length > DISTANCE * page_size]):
         raise ValueError(
-            f"the model's context of {longest_window(model)} tokens is too short for gradients with pages of {page_size}: "
-            "pass gradients=False (--no-gradients)"
+            f"windows of {lengths[0]} tokens are too short for gradients with pages of {page_size}: "
+            f"{DISTANCE * page_size + 1} are needed; pass gradients=False (--no-gradients)"
         )
     count = SAMPLES.get(model.device.type, SAMPLES["cuda"])
     return count if samples is None else min(samples, count), usable

@@ -154,9 +154,14 @@ def test_the_same_for_two_page_sizes_is_refused(model):
 def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
     with pytest.raises(ValueError, match="length=256 is not allowed; it must be an integer of 512 or more"):
         calibrate(model, [spec_of(256)], length=256)
+    with pytest.raises(ValueError, match="length=256 is not allowed; it must be an integer of 512 or more"):
+        calibrate(model, [spec_of(128, sink=300)], length=256)  # the sink has both pages
+    short = "windows of 512 tokens are too short for gradients with pages of 256: 513 are needed"
+    with pytest.raises(ValueError, match=short):
+        calibrate(model, [spec_of(256)], gradients=True)  # `length` is 512
     monkeypatch.setattr(model.config, "max_position_embeddings", 512)
-    with pytest.raises(ValueError, match="context of 512 tokens is too short for gradients with pages of 256"):
-        calibrate(model, [spec_of(256)], gradients=True)
+    with pytest.raises(ValueError, match=short):
+        calibrate(model, [spec_of(256)], length=None, gradients=True)
     assert gradients.gradient_windows(model, 128)[1] == [512, 512]
 
 
