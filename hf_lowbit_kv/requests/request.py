@@ -217,6 +217,10 @@ class RequestReader:
             base.max_length = None
         settings = {name: value for name, value in request.items() if name not in OWN_OPTIONS}
         config, _ = model._prepare_generation_config(base, **settings)
+        if (
+            config.cache_implementation == model.generation_config.cache_implementation
+        ):  # that of a checkpoint gives way
+            config.cache_implementation = None
         for name, instead in REFUSED.items():
             value = getattr(config, name, None)
             if value is not None and value is not False and (name, value) != ("guidance_scale", 1):

@@ -47,6 +47,12 @@ def test_the_cache_implementation_of_a_checkpoint_gives_way(name, models):
     same = copy.deepcopy(ours.generation_config)
     options = {"generation_config": same}
     assert torch.equal(lb.generate(ours, **inputs, preset="dense", max_new_tokens=NEW, **options, **GREEDY), want)
+    for more in ({}, options):
+        (result,) = lb.generate_many(ours, [inputs["input_ids"]], "dense", max_new_tokens=NEW, **more, **GREEDY)
+        assert result.generated_tokens == want[0, 80:].tolist()
+    other = GenerationConfig(cache_implementation="quantized")
+    with pytest.raises(ValueError, match="cache_implementation='quantized' is not allowed: rows have packed pages"):
+        lb.generate_many(ours, [[5]], "dense", max_new_tokens=NEW, generation_config=other)
     held = lb.from_preset("dense", ours, **SMALL_PAGES)
     with lb.enable(ours, "dense"):
         assert torch.equal(truth(ours, **inputs), want)
