@@ -123,7 +123,9 @@ def test_calibration_is_that_of_one_gpu(preset):
     # in 16 bits two calibrations on one GPU already differ by 5e-4: gradients are summed in any order
     text = words(3000, 5)
     options = {"samples": 2, "length": 1024}
-    one, two = (lb.calibrate(model, tokenizer_of(), [text], preset, **options) for model in on_one_and_two(torch.float32))
+    one, two = (
+        lb.calibrate(model, tokenizer_of(), [text], preset, **options) for model in on_one_and_two(torch.float32)
+    )
     assert one.tensors.keys() == two.tensors.keys()
     for name, tensor in one.tensors.items():
         torch.testing.assert_close(two.tensors[name], tensor, rtol=1e-3, atol=1e-3)
