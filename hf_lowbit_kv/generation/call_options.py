@@ -27,7 +27,14 @@ STEPS = ("recorded", "compiled", "eager")
 #: names that a prompt may have among the options
 PROMPTS = ("input_ids", "inputs_embeds")
 #: generation settings that this package adds to a call
-_ADDED = ("max_new_tokens", "disable_compile", "compile_config", "cache_implementation", "prefill_chunk_size")
+_ADDED = (
+    "max_new_tokens",
+    "disable_compile",
+    "compile_config",
+    "cache_implementation",
+    "use_cache",
+    "prefill_chunk_size",
+)
 #: options of `generate` that are not in its signature
 _UNLISTED_OPTIONS = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
 
@@ -151,7 +158,7 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         )
     if setting(model, options, "output_attentions"):
         raise ValueError(NO_WEIGHTS)
-    if setting(model, options, "use_cache") is False:
+    if setting(model, options, "use_cache") is False and not of_checkpoint(model, options, "use_cache"):
         raise ValueError("use_cache=False is not allowed: there would be nothing to pack")
 
 
@@ -163,6 +170,13 @@ def setting(model: Any, options: Mapping[str, Any], name: str) -> Any:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
     return None
+
+
+def of_checkpoint(model: Any, options: Mapping[str, Any], name: str) -> bool:
+    """Whether a cache setting comes from the model's own generation configuration: checkpoints contain settings of their
+    training, which give way."""
+    own = getattr(model.generation_config, name)
+    return options.get(name) is None and getattr(options.get("generation_config"), name, None) in (None, own)
 
 
 def in_one_configuration(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..cache.method_caches import from_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
+from .call_options import of_checkpoint
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .generate import acquire_cache
@@ -309,15 +310,14 @@ def _prepare_cache_for_generation(
 
 
 def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
-    """Reset cache settings that come from the model's own generation configuration: checkpoints contain settings of their
-    training.
+    """Reset cache settings of a checkpoint.
 
     Args:
         generation_config: that of this call.
         arguments: arguments of `generate`.
     """
     for name, ours in (("cache_implementation", None), ("use_cache", True)):
-        if arguments.get(name) is None and getattr(generation_config, name) == getattr(model.generation_config, name):
+        if of_checkpoint(model, {**arguments, "generation_config": generation_config}, name):
             setattr(generation_config, name, ours)
 
 

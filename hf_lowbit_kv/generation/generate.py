@@ -180,6 +180,8 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
         arguments = {**call.arguments, **as_argument(cache), **compiling.arguments(call)}
         if setting(inner, call.options, "cache_implementation") is not None:  # from a configuration
             arguments["cache_implementation"] = None
+        if setting(inner, call.options, "use_cache") is False:
+            arguments["use_cache"] = True
         if call.step == "compiled" and inner.device.type == "cuda":
             compiling.check_compiles(inner, cache, arguments)
             compiling.compile_first(inner, cache, call.rows, arguments, progress)

@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.served_models import check_in_memory
-from ..generation.call_options import check_names, check_options, new_tokens_of, return_sequences
+from ..generation.call_options import check_names, check_options, new_tokens_of, of_checkpoint, return_sequences
 from ..generation.sampling_settings import check_settings, check_text, processors_of
 from .pool_models import check_tokens, placeholders
 
@@ -217,9 +217,7 @@ class RequestReader:
             base.max_length = None
         settings = {name: value for name, value in request.items() if name not in OWN_OPTIONS}
         config, _ = model._prepare_generation_config(base, **settings)
-        if (
-            config.cache_implementation == model.generation_config.cache_implementation
-        ):  # that of a checkpoint gives way
+        if of_checkpoint(model, request, "cache_implementation"):
             config.cache_implementation = None
         for name, instead in REFUSED.items():
             value = getattr(config, name, None)

@@ -87,9 +87,18 @@ def test_a_checkpoint_that_was_saved_without_caching_is_enabled(models):
         assert torch.equal(truth(ours, **inputs), want)
         assert torch.equal(truth(ours, **inputs, **{NAME: held}), want)
         assert cache_of(ours, use_cache=False) is None, "the call's own choice"
+    same = {"generation_config": copy.deepcopy(ours.generation_config)}
+    for more in ({}, same):
+        assert torch.equal(lb.generate(ours, **inputs, preset="dense", max_new_tokens=NEW, **more, **GREEDY), want)
+        (result,) = lb.generate_many(ours, [inputs["input_ids"]], "dense", max_new_tokens=NEW, **more, **GREEDY)
+        assert result.generated_tokens == want[0, 80:].tolist()
+    with pytest.raises(ValueError, match="use_cache=False is not allowed"):
+        lb.generate(ours, **inputs, preset="dense", max_new_tokens=NEW, use_cache=False)
     ours.generation_config.use_cache = True
     with lb.enable(ours, "dense"):
         assert cache_of(ours, generation_config=GenerationConfig(use_cache=False, max_new_tokens=3)) is None
+    with pytest.raises(ValueError, match="use_cache=False is not allowed"):
+        lb.generate(ours, **inputs, preset="dense", generation_config=GenerationConfig(use_cache=False))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_next", "deepseek_v3"])
