@@ -127,7 +127,7 @@ def test_equal_results_share_a_row_and_an_exception_is_named():
     page = render(rows, [ModelRow("v", "1 of 6 layers", "yes"), ModelRow("w", "", why="its logits differ by 1")])
     assert "2 of the 5 decoder architectures" in page
     assert "| every layer | norms, rotary | yes | `a`, `b` |" in page
-    assert "work with all of them, except `b` (preallocated: logits differ)." in page
+    assert "work with all models of the table, except `b` (preallocated: logits differ)." in page
     assert "| the model does not use transformers' attention interface | `c` |" in page
     assert "| something else | `d` |" in page
     assert "\n`e`.\n" in page
