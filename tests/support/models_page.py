@@ -87,8 +87,8 @@ In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and va
 the newest tokens are stored when the last of these layers has attended. All ways to generate work with them.
 
 {generation} [`lb.generate_many`](many-requests.md#which-models)
-and the server work with those that have no linear or recurrent layers. With transformers before 5.20 preallocated caches, and with
-them `lb.generate`, fail in Llama 4: its masks get an argument that they do not take.
+and the server work with those that have no linear or recurrent layers. With transformers before 5.20 preallocated
+caches, and with them `lb.generate`, fail in Llama 4: its masks get an argument that they do not take.
 
 {served_table}
 ## Text and images
@@ -401,7 +401,8 @@ def render(rows: list[ModelRow], with_images: Sequence[ModelRow]) -> str:
         served=len(served),
         tried=len(rows),
         version=transformers.__version__,
-        generation=f"Growing and preallocated caches, `lb.generate` and `lb.enable` work with all models of the table{exceptions}.",
+        generation="Growing and preallocated caches, `lb.generate` and `lb.enable` work with all models of the table"
+        f"{exceptions}.",
         served_table=_grouped(
             ("packed", "fused", "calibrated"),
             ((row.name, (row.served, _kinds(row.fused), row.calibrated)) for row in served),
