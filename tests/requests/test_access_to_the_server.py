@@ -105,6 +105,13 @@ def test_an_empty_name_is_no_name(monkeypatch):
         openai_server.serve("any", "dense", "127.0.0.1", 0, served_model_name="")
 
 
+@pytest.mark.parametrize("origin", ["localhost:3000", "https://page.example/", "https://page.example/chat", ""])
+def test_what_no_browser_sends_is_no_origin(origin, monkeypatch):
+    monkeypatch.setattr(openai_server, "bind", lambda *_: pytest.fail("it begins to serve"))
+    with pytest.raises(ValueError, match=rf"allow_origins='{origin}' is not allowed; it must be a scheme and a host"):
+        openai_server.serve("any", "dense", "127.0.0.1", 0, allow_origins=["*", PAGE, "http://localhost:3000", origin])
+
+
 def test_an_empty_key_is_no_key(capsys):
     with pytest.raises(SystemExit, match="1"):
         main(["serve", "--api-key", ""])

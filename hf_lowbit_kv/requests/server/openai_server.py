@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import inspect
+import re
 import signal
 import socket
 import threading
@@ -212,8 +213,8 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Raises:
-        ValueError: `served_model_name` is empty, or the address cannot be listened to, e.g. because another server does.
-            Nothing is loaded then. Or as for `RequestLoop`.
+        ValueError: `served_model_name` is empty, `allow_origins` has what is no origin, or the address cannot be listened to,
+            e.g. because another server does. Nothing is loaded then. Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
@@ -230,6 +231,12 @@ def serve(
     """
     if served_model_name == "":
         raise ValueError("served_model_name='' is not allowed; leave it out for the model's hub name or folder")
+    for origin in allow_origins:  # a browser sends no path, and an origin that is never sent would be allowed in vain
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise ValueError(
+                f"allow_origins={origin!r} is not allowed; it must be a scheme and a host without a path, such as "
+                "https://page.example, or *"
+            )
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(contextlib.closing(each)) for each in bind(host, port)]
         served = served_name(name) if served_model_name is None else served_model_name
