@@ -378,9 +378,10 @@ class LowBitLayer(CacheLayerMixin):
             if stores:
                 ops.append(inputs._replace(q=None), store, self.backend)
         else:
-            if tokens > 1 and not compiling:  # in a decode step Python may not know the length (`_check_capacity`)
+            if not compiling and tokens > 1:  # in a decode step Python may not know the length (`_check_capacity`)
                 inputs = inputs._replace(seen=seen)
-            if (queries := self.model_side.queries(inputs.queries)) is not inputs.q:
+            assert inputs.q is not None  # torch 2.10 cannot compile the properties of a `NamedTuple`
+            if (queries := self.model_side.queries(inputs.q)) is not inputs.q:
                 inputs = inputs._replace(q=queries)
             out = self.model_side.outputs((ops.step if stores else ops.attend)(inputs, store, self.backend))
         if stores and not compiling:
