@@ -42,6 +42,8 @@ GPU = $(sort $(shell grep -rlE --include="test_*.py" "mark\.gpu\b" tests))
 demo: $(VENV)/.ready
 	$(BIN)/hf-lowbit-kv demo
 
+# tests without the mark gpu run as on a machine without a GPU
+test test-newest test-oldest test-quantized test-all notebooks: export CUDA_VISIBLE_DEVICES =
 # three passes side by side, so that no core waits for the end of another pass
 test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready
 	@$(MAKE) --no-print-directory -j3 test-newest test-oldest test-quantized

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import statistics
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -103,7 +104,8 @@ def accuracy(context: int, path: Path = OUT) -> dict[str, dict[str, Record]]:
 
 def mean(records: Mapping[str, Any], key: str) -> float:
     """The mean over texts."""
-    return sum(record[key] for record in records.values()) / len(records)
+    # rounded correctly: since Python 3.12 `sum` has other last digits, which `digest` would contain
+    return statistics.fmean(record[key] for record in records.values())
 
 
 def front_points(group: Sequence[str]) -> list[Point]:
