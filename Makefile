@@ -13,7 +13,7 @@
 # make bench   the measurements of speed in README and docs, on a GPU (two hours); `eval/benchmarks/bench.sh` has each of them
 # make clean   removes what these made
 #
-# PYTHON  the interpreter to build the environment from: 3.10 or later
+# PYTHON  the interpreter to build the environment from: 3.11 or later
 # TORCH   the torch to install. By default the version the project is tested with; on a machine without a GPU, point pip
 #         at torch's CPU builds (PIP_FIND_LINKS or PIP_INDEX_URL) to save several GB. E.g. make test TORCH="torch"
 
@@ -125,7 +125,7 @@ clean:
 
 # torch first, separately and pinned: as a dependency of something else pip could choose another build of it
 $(VENV)/.torch:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing $(TORCH) (a minute or more)"
 	$(PIP) "$(TORCH)"

@@ -59,7 +59,7 @@ def provenance(commit_name: str | None = None) -> dict[str, str | None]:
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "commit": commit_name or commit(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
 
 

@@ -84,7 +84,7 @@ class Clients:
     async def _ask(self, scope: Any, receive: Any, send: Any, name: str) -> None:
         try:
             messages = await asyncio.wait_for(self._body(receive), SLOW)
-        except asyncio.TimeoutError:  # another class than the builtin one in Python 3.10
+        except TimeoutError:
             await error_response(408, f"the body did not come in {SLOW:.0f} seconds", headers=CLOSE)(
                 scope, receive, send
             )
