@@ -137,7 +137,7 @@ class Chat:
             RuntimeError: an answer is still being written. In all cases nothing has changed.
         """
         with self._turn:
-            ids = self._aligned_ids(text)
+            self._align(ids := self._ids(text))  # before `seen`: if this is interrupted, the cache keeps its own text
             seen = _Seen()
             try:
                 self._write(ids, seen)
@@ -149,7 +149,7 @@ class Chat:
         """Send a message and yield the answer piece by piece. Leaving the loop keeps the partial answer as the turn.
         Raises like `send`, when the first piece is requested."""
         with self._turn:
-            ids = self._aligned_ids(text)
+            self._align(ids := self._ids(text))
             seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
             pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
 
@@ -213,13 +213,6 @@ class Chat:
             )
         device = unwrap(self.model).device
         return ids if device.type == "meta" else ids.to(device)  # hooks move tokens to weights that are offloaded
-
-    def _aligned_ids(self, text: str) -> torch.Tensor:
-        """The text of the whole conversation, after the cache holds nothing but a beginning of it. If that is interrupted, the
-        cache keeps its own text."""
-        ids = self._ids(text)
-        self._align(ids)
-        return ids
 
     def _write(
         self, ids: torch.Tensor, seen: _Seen, pieces: BaseStreamer | None = None, stop: threading.Event | None = None
@@ -332,7 +325,7 @@ class Chat:
             warnings.warn(
                 f"the conversation is read again ({ids.shape[1]} tokens): its text has changed before the end of every turn "
                 "that is kept, and this model's layers cannot go back",
-                stacklevel=4,
+                stacklevel=3,
             )
 
     def _return_to_end(self, ids: torch.Tensor) -> bool:

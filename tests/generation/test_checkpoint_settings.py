@@ -76,7 +76,7 @@ def test_what_a_call_names_counts(models):
         lb.generate(ours, left_padded(1, 20)[0], max_new_tokens=2, cache_implementation="static")
 
 
-def test_a_checkpoint_that_was_saved_without_caching_is_enabled(models):
+def test_a_checkpoint_that_was_saved_without_caching_gets_a_cache(models):
     ours, theirs = models
     inputs = {"input_ids": left_padded(1, 80)[0]}
     want = truth(theirs, **inputs)
