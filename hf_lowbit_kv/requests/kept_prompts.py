@@ -82,7 +82,7 @@ class KeptPrompts:
             raise ValueError(f"{wrong}: its rotary embeddings are those of a text of another length")
         contents = cache_contents.take(cache, shared=True)
         layers = contents.layers
-        stored = next((layer.tokens.lengths for layer in layers.values()), [])
+        stored = next((layer.lengths for layer in layers.values()), [])
         if contents.text is None or stored != [contents.text.shape[1]]:
             raise ValueError(f"{wrong}: it must hold one row whose text it knows, as lb.generate and lb.Chat leave it")
         match = min(cache_contents.common_prefix(contents.text[0].cpu(), ids), len(ids) - 1)
@@ -95,9 +95,7 @@ class KeptPrompts:
             raise ValueError(f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, too few to use")
         if tokens <= known:
             return None
-        return contents._replace(
-            layers={i: x._replace(tokens=x.tokens.first(tokens, x.spec)) for i, x in layers.items()}
-        )
+        return contents._replace(layers={i: x.first(tokens) for i, x in layers.items()})
 
     def add(self, row: Row, ids: list[int]) -> None:
         """Keep the contents of a row that holds these tokens. Waits for the device."""
