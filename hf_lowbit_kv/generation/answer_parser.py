@@ -112,13 +112,14 @@ def parser_for(
     return AnswerParser(template, prompt, tools, calls) if template.start_anchor_re.search(prompt) else None
 
 
-def unshown_tokens(tokenizer: Any, ends: Any) -> frozenset[int]:
-    """Special tokens that say nothing to a reader. Others have a meaning, such as the beginning of a tool call.
+def unshown_tokens(tokenizer: Any, ends: Any, parser: AnswerParser | None) -> frozenset[int]:
+    """Special tokens that are no part of an answer. Others have a meaning, such as the beginning of a tool call.
 
     Args:
         ends: `eos_token_id` of the generation configuration.
+        parser: its template may name the others.
     """
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+    names = () if parser is not None else ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
     ends = ends if isinstance(ends, (list, tuple)) else [ends]
     tokens = {*ends, *(getattr(tokenizer, name, None) for name in names)}
     return frozenset(tokens.intersection(tokenizer.all_special_ids))
@@ -127,7 +128,7 @@ def unshown_tokens(tokenizer: Any, ends: Any) -> frozenset[int]:
 def read_answer(
     tokenizer: Any,
     tokens: Sequence[int],
-    unshown: frozenset[int],
+    ends: Any,
     parser: AnswerParser | None,
     content_of: Callable[[str], str],
 ) -> tuple[str, dict[str, Any]]:
@@ -135,16 +136,17 @@ def read_answer(
 
     Args:
         tokens: of the answer.
-        unshown: tokens that the text of an answer without a parser does not have.
+        ends: as for `unshown_tokens`.
         parser: a new one, or `None`.
         content_of: see `ChatPrompt.content_of`.
     """
-    if parser is not None:
-        text = parser.read(tokenizer.decode(tokens))
-        rest, message = parser.finish()
-        return text + rest, message
+    unshown = unshown_tokens(tokenizer, ends, parser)
     tokens = [token for token in tokens if token not in unshown]
     content = text = tokenizer.decode(tokens)
+    if parser is not None:
+        text = parser.read(text)
+        rest, message = parser.finish()
+        return text + rest, message
     if text != tokenizer.decode(tokens, skip_special_tokens=True):
         content = content_of(text)
         if tokenizer not in _WARNED:

@@ -165,7 +165,7 @@ class Chat:
             turn = self._begin(text)
             self._align(turn.ids)
             parser, stop, failed = turn.parser, threading.Event(), list[BaseException]()
-            seen = _Seen(self._unshown if parser is None else frozenset())
+            seen = _Seen(unshown_tokens(self.tokenizer, self._setting("eos_token_id"), parser))
             pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True)
 
             def work() -> None:
@@ -290,10 +290,6 @@ class Chat:
         """A generation setting of this chat or of the model."""
         return setting(unwrap(self.model), self.options, name)
 
-    @property
-    def _unshown(self) -> frozenset[int]:
-        return unshown_tokens(self.tokenizer, self._setting("eos_token_id"))
-
     def _finish(self, turn: _Question, seen: _Seen) -> str:
         """Record which tokens the cache holds, and add the turn if anything was written."""
         written, ids, self.finish_reason = seen.ids, turn.ids, seen.finish_reason
@@ -310,7 +306,8 @@ class Chat:
         if stored and not self._crops:
             self._ends.add(self.cache, [whole[0, :stored].cpu()])
         parser = turn.prompt.parser(unwrap(self.model))  # that of `stream` has read other pieces
-        answer, message = read_answer(self.tokenizer, written, self._unshown, parser, turn.prompt.content_of)
+        ends = self._setting("eos_token_id")
+        answer, message = read_answer(self.tokenizer, written, ends, parser, turn.prompt.content_of)
         if written:
             self.messages += [*turn.messages, message]
         return answer

@@ -73,10 +73,11 @@ class Request:
 
     def answer(self, model: Any, tokenizer: Any, tokens: list[int]) -> tuple[str, dict[str, Any] | None]:
         """The text of these tokens, and the message if the request has messages."""
-        unshown = unshown_tokens(tokenizer, list(self.end_tokens))
-        if self.prompt is None:
-            return tokenizer.decode([token for token in tokens if token not in unshown]), None
-        return read_answer(tokenizer, tokens, unshown, self.prompt.parser(model), self.prompt.content_of)
+        ends = list(self.end_tokens)
+        if self.prompt is not None:
+            return read_answer(tokenizer, tokens, ends, self.prompt.parser(model), self.prompt.content_of)
+        unshown = unshown_tokens(tokenizer, ends, None)
+        return tokenizer.decode([token for token in tokens if token not in unshown]), None
 
     @property
     def sequences(self) -> int:
