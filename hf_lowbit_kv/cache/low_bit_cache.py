@@ -26,7 +26,7 @@ from ..folders import named_path
 from ..formats import Format, parse_format
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
-from ..storage.content_digests import fingerprint_of
+from ..storage.content_digests import EmbeddedRows, fingerprint_of, rows_digest
 from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
@@ -99,9 +99,9 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    #: ids int64 `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known. For a
-    #: prompt of embeddings, their sums instead (`stored_text`)
-    text: torch.Tensor | None = None
+    _text: torch.Tensor | None = None
+    #: of the text
+    _embedded_rows: EmbeddedRows | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
     #: whether it has warned, since the last reset, that another attention implementation makes it slow
@@ -196,6 +196,20 @@ class LowBitCache(Cache, PushToHubMixin):
     decoding_steps: str | None = None
 
     # ---- contents -------------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> torch.Tensor | None:
+        """ids int64 `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known. For a
+        prompt of embeddings, their sums instead (`stored_text`)."""
+        return self._text
+
+    @text.setter
+    def text(self, text: torch.Tensor | None) -> None:
+        model, self._text, self._embedded_rows = self.model.alive(), text, None
+        if text is not None and not text.is_floating_point() and model is not None:
+            self._embedded_rows = EmbeddedRows.of(model)
+            if self._embedded_rows is not None:
+                self._embedded_rows.add(text)
 
     @property
     def packed_layers(self) -> list[LowBitLayer]:
@@ -393,7 +407,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
-        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"))
+        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"), self.text)
         if push_to_hub:
             from huggingface_hub import create_repo
 
@@ -532,7 +546,11 @@ class LowBitCache(Cache, PushToHubMixin):
     def _fork(self, contents: Sequence[Contents], max_cache_len: int | None, memo: dict[int, Any]) -> LowBitCache:
         config = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
-        shared = {"text": self.text, "packed_sizes": self.packed_sizes}  # never changed
+        shared = {
+            "_text": self._text,
+            "_embedded_rows": self._embedded_rows,
+            "packed_sizes": self.packed_sizes,
+        }  # never changed
         attributes = {name: value for name, value in self.__dict__.items() if name != "layers" and name not in shared}
         new.__dict__.update(copy.deepcopy(attributes, memo), **shared)
         of_packed = iter(contents)
@@ -643,7 +661,12 @@ class LowBitCache(Cache, PushToHubMixin):
         first = self._first_packed_layer
         if first.filled_by is None or not int(first.get_seq_length()) or (now := self._snapshot(model)) is None:
             return None
-        return first.filled_by.difference(now)
+        if (reason := first.filled_by.difference(now)) is not None or (was := self._embedded_rows) is None:
+            return reason
+        model = self.model.alive() if model is None else model
+        if was is EmbeddedRows.of(model) or rows_digest(model, self.text) in (was.digest(self.text), None):
+            return None
+        return "the embedding of a token of the text has other numbers"
 
     def check_model(self, model: Any = None) -> None:
         """Raise `ValueError` if another model, or another adapter, computed the stored tokens (`why_another_model`)."""

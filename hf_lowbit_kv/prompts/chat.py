@@ -356,7 +356,8 @@ class Chat:
                 "finish_reason": self.finish_reason,
             }
             _check_writable(self.messages, {**self.options, "chat_template_kwargs": self.chat_template_kwargs})
-            header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
+            fingerprint = fingerprint_of(unwrap(self.model), "a saved chat")
+            header = saved_cache.header_of(self.cache, fingerprint, self.cache.text)
             contents = cache_contents.take(self.cache)
         saved_cache.write(path, contents, header, {"chat": fields})
 
@@ -389,11 +390,11 @@ class Chat:
         for name, instead in (("cache_options", "its cache"), ("system", "its messages; change chat.messages")):
             if name in options:
                 raise ValueError(f"{name} is not allowed: a saved chat has {instead}")
+        _check_options(unwrap(model), options)
         with saved_cache.opened(folder) as saved:
             fields = saved.description["more"].get("chat")
             if fields is None:
                 raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
-            _check_options(unwrap(model), options)
             if max_length is not None and (stored := saved_cache.stored_tokens(saved.description)) > max_length:
                 raise ValueError(
                     f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
