@@ -19,7 +19,7 @@ from ..cache import cache_contents, saved_cache
 from ..cache.cache_options import check_choice
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.method_caches import from_preset
+from ..cache.preset_cache import from_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
 from ..generation.call_options import check_names, check_options, options_of_cache, setting, which_step
