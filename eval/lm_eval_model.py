@@ -44,7 +44,7 @@ from transformers.cache_utils import Cache
 from hf_lowbit_kv.backends.choice import BACKENDS
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.eval import local_models
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packing_specs, packs, tokens_to_pack
 from hf_lowbit_kv.eval.local_models import (

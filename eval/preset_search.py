@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.cache.served_models import unwrap
 from hf_lowbit_kv.cache.spoiled_keys import spoiled_keys
 from hf_lowbit_kv.calibration_files.calibration_file import Calibration

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .cache.attention_function import lowbit_attention
 from .cache.implementation import ATTENTION_NAME
-from .cache.method_caches import from_preset
+from .cache.preset_cache import from_preset
 from .generation import decoding_loop
 from .presets import get_preset, preset_names, recommended_first
 from .triton_kernels.toolchain import (

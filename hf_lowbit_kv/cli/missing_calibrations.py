@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.method_caches import from_preset
 from ..cache.packed_layers import packed_sizes
+from ..cache.preset_cache import from_preset
 from ..calibration.calibrate import calibrate
 from ..calibration.calibration_target import add_to_file
 from ..calibration.progress import Report

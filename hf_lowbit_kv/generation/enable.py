@@ -17,7 +17,7 @@ from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions, check_choice
 from ..cache.implementation import NO_WEIGHTS, select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.method_caches import from_preset
+from ..cache.preset_cache import from_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording

@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer
 from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.method_caches import from_preset
 from ..cache.native_layers import RECURRENT, STORES_NOTHING, native_layers, tensors_of
+from ..cache.preset_cache import from_preset
 from ..cache.spoiled_keys import needs_small_biases
 from ..calibration.calibrators import calibrator_for
 from ..calibration_files.weight_sums import attention_modules

@@ -10,8 +10,8 @@ from typing import Any
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.method_caches import from_preset
 from ..cache.native_layers import RECURRENT, SLIDING, STORES_NOTHING
+from ..cache.preset_cache import from_preset
 from ..cache.served_models import longest_text
 from ..presets import DEFAULT_PRESET
 

@@ -9,7 +9,7 @@ from tiny_tokenizers import characters
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache import method_caches
+from hf_lowbit_kv.cache import preset_cache
 from hf_lowbit_kv.calibration import calibrate as calibrating
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
 from hf_lowbit_kv.calibration.calibrators import CodebookCalibrator, SmoothCalibrator
@@ -31,7 +31,7 @@ TEXTS = ["".join(chr(32 + (i * i * 7 + i * 13 + k) % 90) for i in range(3000)) f
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "cache"))
-    for module in (method_caches, calibrating, calibration_lookup):
+    for module in (preset_cache, calibrating, calibration_lookup):
         known = module.get_preset
         monkeypatch.setattr(
             module, "get_preset", lambda name, known=known: PRESET if name == "tiny-vq" else known(name)

@@ -176,7 +176,6 @@ def test_names_that_are_declared_without_torch():
                 ('per_layer={0: "dense"}', "; it must be a JSON object from layer indices to presets"),
                 ('per_layer={"first": "dense"}', "; it must be a JSON object from layer indices to presets"),
                 ('per_layer={"0": {"key_format": 4}}', "; key_format must be text"),
-                ("key_format=null", "; it must be text"),
                 ("backend=[1]", "; it must be text"),
                 ("parameters=5", ": parameters are tensors; use --calibration FILE"),
             )

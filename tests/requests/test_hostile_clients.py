@@ -76,6 +76,7 @@ BAD = {
     "a huge number": (settings(top_k=10**400), "generation_config"),
     "a huge penalty": (settings(repetition_penalty=1e300), "generation_config"),
     "a list": (chat(generation_config="[1]"), "generation_config"),
+    "half a character in a setting": (settings(**{"\ud800": 1}), "generation_config"),
     "a long list": (chat(generation_config=json.dumps({"eos_token_id": [1] * 10**5})), "generation_config"),
     "many stops": (chat(stop=["a"] * 17), "stop"),
     "a long stop": (chat(stop="a" * 257), "stop"),
@@ -342,9 +343,32 @@ def test_more_requests_than_may_wait(here, stream):
     assert here.ask(chat())[0] == 200
 
 
+def test_unfinished_bodies_keep_nobody_out(here, stream, monkeypatch):
+    """They are no open requests. Beyond a number of them, or of their bytes, the oldest is given up."""
+
+    def unfinished(body: bytes):
+        client = connected(here)
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 999999\r\n\r\n" + body)
+        here.wait(lambda: sum(here.app._bodies.values()) >= len(body))
+        return client
+
+    slow = [unfinished(b"{") for _ in range(MOST_OPEN)]
+    assert here.ask(chat())[0] == 200
+    monkeypatch.setattr(clients, "BODIES", MOST_OPEN)
+    slow.append(unfinished(b""))
+    assert b" 408 " in slow[0].recv(2000)
+    monkeypatch.setattr(clients, "BODIES_BYTES", 60_000)
+    slow.append(unfinished(b"{" * 50_000))
+    slow.append(unfinished(b"{" * 50_000))
+    assert all(b" 408 " in each.recv(2000) for each in slow[1:-1])
+    for each in slow:
+        each.close()
+    here.wait(lambda: not here.app._bodies)
+
+
 @pytest.mark.usefixtures("quick")
 def test_slow_clients_are_closed(here, stream):
-    """One sends nothing, one half of a request, one half of a body, one does not read its answer."""
+    """One sends nothing, one half of a request, one half of a body, one does not read its answer: its buffer is full."""
     slow = []
     for data in (b"", b"POST /v1/chat/comp", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"):
         slow.append(connected(here))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -394,6 +395,14 @@ def test_addresses_that_the_machine_does_not_have(monkeypatch):
     known("203.0.113.1")
     with pytest.raises(ValueError, match="host='localhost', port=0 cannot be listened to: Cannot assign"):
         openai_server.bind("localhost", 0)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_the_url_is_one(host):
+    from hf_lowbit_kv.requests.server.openai_server import url_of
+
+    url = urllib.parse.urlsplit(url_of(host, 8000))
+    assert (url.hostname, url.port) == (host, 8000)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

@@ -82,8 +82,6 @@ class Here:
         self.app = build_app(self.models, self.loop, max_open=MOST_OPEN, **options)
         self.scheduler = self.loop._scheduler
         sockets = bind("127.0.0.1", 0)
-        for each in sockets:  # a client that does not read stops the server early
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listen(sockets, "127.0.0.1", 0)
         self.port = sockets[0].getsockname()[1]
         self.server = PatientServer(uvicorn.Config(self.app, log_level="error"), self.loop, 1, MOST_OPEN)

@@ -60,6 +60,10 @@ class OneModel(ModelManager):
 
     get_gen_models = list_models  # its name in older releases
 
+    def shutdown(self) -> None:
+        """Called at the end of the server. transformers would collect garbage, which takes a second, to free a model that
+        the end of the process frees anyway."""
+
 
 def bind(host: str, port: int) -> list[socket.socket]:
     """Sockets at all addresses of the host that this machine has. They do not listen yet, so that clients are refused while
@@ -110,6 +114,11 @@ def _not_free(host: str, port: int, error: OSError) -> ValueError:
     return ValueError(
         f"host={host!r}, port={port} cannot be listened to: {error.strerror}; choose another port or host"
     )
+
+
+def url_of(host: str, port: int) -> str:
+    """What clients take as `base_url`. An IPv6 address has brackets there."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def served_name(name: str) -> str:
@@ -260,7 +269,7 @@ def serve(
         config = uvicorn.Config(app, host=host, port=port, log_level="warning")
         listen(sockets, host, port)  # clients that come now wait a moment
         pool = requests.pool
-        url = f"http://{host}:{port}/v1"
+        url = url_of(host, port)
         say(
             f"{served} with {preset}: {pool.slots} rows at once, of up to {pool.longest} tokens; "
             f"{pool.memory.nbytes / 1e9:.2f} GB. {url}"

@@ -125,14 +125,19 @@ def check_fields(body: dict[str, Any], known: Collection[str], reads: str, vocab
     check_stops("stop", body.get("stop", []))
 
 
-def check_json(body: dict[str, Any]) -> None:
-    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite."""
+def check_json(value: Any, name: str | None = None) -> None:
+    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite.
+
+    Args:
+        name: of the field; `None`: the value is the whole body.
+    """
+    where = name or "the body"
     try:
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise Refused(400, f"a text has half of a surrogate pair, {error.object[error.start]!a}") from error
+        raise Refused(400, f"{where} has half of a surrogate pair, {error.object[error.start]!a}", name) from error
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body has a number that is not finite, or is nested too deeply: {error}") from error
+        raise Refused(400, f"{where} has a number that is not finite, or is nested too deeply: {error}", name) from error
 
 
 def check_messages(messages: list[Any]) -> None:
@@ -226,6 +231,7 @@ def read_settings(text: str, vocabulary: int) -> dict[str, Any]:
         raise Refused(400, f"generation_config: {type(error).__name__}: {error}", "generation_config") from error
     if not isinstance(settings, dict):
         raise not_allowed("generation_config", text, "an object in JSON")
+    check_json(settings, "generation_config")  # its escapes are read here
     neutral = GenerationConfig._get_default_generation_params()
     for name, value in list(settings.items()):
         usual = neutral.get(name)
