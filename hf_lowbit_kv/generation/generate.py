@@ -197,7 +197,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     cache.check_overrun()
     remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:
-        kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
+        kept_prefix.end(out)
     return out
 
 
