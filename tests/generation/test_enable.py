@@ -75,7 +75,7 @@ def test_the_result_of_a_custom_loop_is_passed_on(model, form):
     caches, store = [], lb.PrefixStore()
     ids, result = torch.randint(3, 160, (1, 200)), torch.randint(3, 160, (1, 201))
     with lb.enable(model, "kivi-2", prefixes=store):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=loop)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, custom_generate=loop)
         assert str(out) == str(form(result))
         assert len(store) == 0
         longer = torch.cat([ids, ids[:, -3:]], dim=1)
