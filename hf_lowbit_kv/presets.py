@@ -319,9 +319,9 @@ def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str
 
 
 def preset_names() -> list[str]:
-    """The presets, in the order of the documentation. A name takes the suffixes `-sink` (32 sink tokens) and, if it
-    has no transform and no latents, `-hadamard` (rotated keys), each once. Kitty's also take `-variance`, `-range` or `-random` (how channels are
-    chosen).
+    """The presets, in the order of the documentation. A name takes the suffixes `-sink` (32 sink tokens) and, if it has no
+    transform and no latents, `-hadamard` (rotated keys), each once. Kitty's also take `-variance`, `-range` or `-random`
+    (how channels are chosen).
 
     Example:
         >>> "kivi-4-sink" in lb.preset_names()
