@@ -189,10 +189,17 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
     return change
 
 
+def _with_rotation(preset: Preset) -> Preset:
+    if preset.transform != "none" or preset.attention_kind == "latent":
+        has = "latents" if preset.attention_kind == "latent" else f"transform={preset.transform!r}"
+        raise ValueError(f"preset={preset.name!r} has {has}: '-hadamard' has no meaning there")
+    return dataclasses.replace(preset, transform="hadamard", note=f"{preset.note} with rotated keys")
+
+
 #: suffix of a name -> its effect; a name may have one suffix of each kind, in any order
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
-    "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
+    "hadamard": _with_rotation,
     **{score: _with_score(score) for score in SCORES[1:]},
 }
 
@@ -312,9 +319,9 @@ def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str
 
 
 def preset_names() -> list[str]:
-    """The presets, in the order of the documentation. A name takes the suffixes `-sink` (32 sink tokens) and, except for
-    latents, `-hadamard` (rotated keys), each once. Kitty's also take `-variance`, `-range` or `-random` (how channels are
-    chosen).
+    """The presets, in the order of the documentation. A name takes the suffixes `-sink` (32 sink tokens) and, if it has no
+    transform and no latents, `-hadamard` (rotated keys), each once. Kitty's also take `-variance`, `-range` or `-random`
+    (how channels are chosen).
 
     Example:
         >>> "kivi-4-sink" in lb.preset_names()

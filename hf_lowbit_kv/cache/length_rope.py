@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 #: the read length of this thread's forward passes; `None`: that of their longest row
-prefill_length: contextvars.ContextVar[int | None] = contextvars.ContextVar("reading_length", default=None)
+prefill_length: contextvars.ContextVar[int | None] = contextvars.ContextVar("prefill_length", default=None)
 #: the method in which some models drop their cache
 PREPARE = "prepare_inputs_for_generation"
 

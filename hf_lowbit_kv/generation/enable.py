@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
-import torch
 import transformers
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -249,7 +248,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 callers_cache.positions.give_back(self)
             out = original(self, "generate")(*args, **kwargs)
             for prefix_call in call.prefix_calls:
-                prefix_call.end(out if isinstance(out, torch.Tensor) else out.sequences)
+                prefix_call.end(out)
             for cache in call.caches:
                 remember_text(cache, out, call.arguments, self)
             return out

@@ -110,7 +110,8 @@ def generate(
         The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
         transformers 5.24) is the cache, which then belongs to the caller.
 
-    Calls from several threads for one model run one after the other. A warning says, before the prompt is read, that
+    Calls from several threads for one model run one after the other, so no processor, criterion or streamer of a call may wait
+    for another thread's call with the same model. A warning says, before the prompt is read, that
     prompt and answer may have more tokens than the model was made for.
 
     Raises:
@@ -197,7 +198,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     cache.check_overrun()
     remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:
-        kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
+        kept_prefix.end(out)
     return out
 
 

@@ -213,21 +213,22 @@ def _recurrent_bytes(shape: Shape) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _only(model: torch.nn.Module, indices: Sequence[int], count: int) -> Iterator[None]:
-    """Within the context, the decoder has only these of its `count` layers."""
-    owners = [
-        (module, name)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    """Within the context, only these of the decoder's `count` layers compute. The others return their input: they stay in
+    the list, because models look up a layer's kind by its place there."""
+    skipped = [
+        layer
+        for layers in model.modules()
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == count
+        for index, layer in enumerate(layers)
+        if index not in indices
     ]
-    modules = [getattr(*owner) for owner in owners]
     try:
-        for (module, name), layers in zip(owners, modules, strict=True):
-            setattr(module, name, torch.nn.ModuleList([layers[index] for index in indices]))
+        for layer in skipped:
+            layer.forward = lambda hidden_states, *_, **__: hidden_states
         yield
     finally:
-        for (module, name), layers in zip(owners, modules, strict=True):
-            setattr(module, name, layers)
+        for layer in skipped:
+            vars(layer).pop("forward", None)
 
 
 def _largest(size: Any) -> int | None:

@@ -389,6 +389,13 @@ def test_presets_with_suffixes():
     assert lb.get_preset("kitty-pro-variance").key_format == "boosted2-r0.25-variance"
     with pytest.raises(ValueError, match="preset='kivi-2' boosts no channels: '-random' has no meaning"):
         lb.get_preset("kivi-2-random")
+    for name, reason in (
+        ("eigen-2", "transform='eigen'"),
+        ("vecinfer-2", "transform='hadamard'"),
+        ("snapmla", "latents"),
+    ):
+        with pytest.raises(ValueError, match=f"preset='{name}' has {reason}: '-hadamard' has no meaning there"):
+            lb.get_preset(f"{name}-hadamard")
 
 
 def test_named_caches_and_overrides(model):

@@ -245,7 +245,7 @@ def needs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transp
         raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
     if isinstance(fmt, (Affine, Fp8)) and fmt.layout != LAYOUTS[transposed]:
         raise ValueError(
-            f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.storage_spec"
+            f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.choice.storage_spec"
         )
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     return KERNELS[type(fmt)].needs(fmt, head_dim, page_size, at, transposed)
