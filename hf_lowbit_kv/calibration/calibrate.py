@@ -78,8 +78,8 @@ def calibrate(
         ImportError: faiss is missing, for codebooks on a CPU.
 
     Example:
-        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
-        >>> tokens = lb.generate(model, **inputs, preset="million-2", calibration=calibration, max_new_tokens=8)
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["vecinfer-2"], samples=2, length=256, progress=False)
+        >>> tokens = lb.generate(model, **inputs, preset="vecinfer-2", calibration=calibration, max_new_tokens=8)
     """
     if text_names is not None and len(text_names) != len(texts):
         raise ValueError(

@@ -52,7 +52,7 @@ class Calibration:
         path: the file from which the calibration was loaded.
 
     Example:
-        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["vecinfer-2"], samples=2, length=256, progress=False)
         >>> calibration.save("mine.safetensors")
         >>> lb.Calibration.load("mine.safetensors").contents()
         ['keys of none.vq-d4b8', 'values of none.vq-d4b8']

@@ -42,7 +42,6 @@ FOREIGN_NAMES = (
     "vq-d4b8",
     "fp8",
     "static-44422000",
-    "trellis-2",
     "no such format",
 )
 #: Triton's device functions of formats from outside

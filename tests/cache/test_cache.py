@@ -369,7 +369,7 @@ def test_presets():
         *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
         *("int8", "int6", "int5", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
-        *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),
+        *("eigen-2", "eigen-3", "eigen-4"),
         *("fp8", "snapmla", "mla"),
     ]
     for name in lb.preset_names():
