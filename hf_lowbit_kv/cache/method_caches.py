@@ -21,6 +21,7 @@ from .cache_options import (
     VecInferCacheOptions,
     one_of,
 )
+from .length_rope import warn_of_drop
 from .low_bit_cache import LowBitCache
 
 #: arguments of `from_preset` -> the parameters of formats that they change
@@ -50,6 +51,15 @@ def from_preset(
         >>> cache = lb.from_preset("kivi-4-sink", model, residual=256)
         >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
     """
+    cache = cache_of_preset(name, model_or_config, **overrides)
+    warn_of_drop(cache.model.alive() or model_or_config)
+    return cache
+
+
+def cache_of_preset(
+    name: str, model_or_config: PreTrainedModel | PreTrainedConfig, **overrides: Unpack[PresetCacheOptions]
+) -> LowBitCache:
+    """`from_preset` for code of this package, which does not lose its caches beyond the length that `warn_of_drop` names."""
     preset = get_preset(name)
     fields = ("sink", "residual", "transform", "value_transform")
     options: dict[str, Any] = {field: getattr(preset, field) for field in fields}
