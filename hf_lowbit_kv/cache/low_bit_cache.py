@@ -189,7 +189,8 @@ class LowBitCache(Cache, PushToHubMixin):
         # `lb.generate`, which borrows, compares in each call
         if made_for and not (allow_other_weights or isinstance(calibration, calibration_lookup.Borrowed)):
             self._calibrated = Calibrated(made_for, self._snapshot())
-        warn_of_drop(model_or_config)
+        if preset is None:  # `from_preset` warns itself
+            warn_of_drop(model_or_config)
 
     #: how the latest decode steps ran, for `summary()`: recorded with which fused parts, or why eager. `None`: no recorder ran
     #: them

@@ -16,7 +16,7 @@ from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions, check_choice
 from ..cache.implementation import NO_WEIGHTS, select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
 from . import recording
@@ -174,7 +174,7 @@ def enable(
         )
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
-    from_preset(preset, inner, **cache_options)  # raises if the model is not supported
+    cache_of_preset(preset, inner, **cache_options)  # raises if the model is not supported
     options = {name: x if name in _LIVE else _copy_of(x) for name, x in cache_options.items()}
     with kept_caches(inner).lock:  # `lb.generate` in other threads also selects an implementation
         enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
@@ -288,7 +288,7 @@ def _prepare_cache_for_generation(
     enabled = stack[-1]
     # without `call`, the `generate` of the class runs, and nothing would undo the overrides for steps
     if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
-        growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
+        growing = model_kwargs[NAME] = cache_of_preset(enabled.preset, self, **enabled.options)
         if call is not None and generation_mode in _ONE_TOKEN:
             call.caches.append(growing)
             _take_prefix(enabled, call, growing, generation_config)

@@ -20,7 +20,7 @@ from ..cache.cache_argument import as_argument
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
@@ -232,7 +232,7 @@ def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: 
     # An empty cache costs about 1 ms and no token memory. Its spec is the key for the lookup.
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
-    new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
+    new = cache_of_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
     return kept_caches(model).acquire((rows, model.dtype, model.device, backend_and_mode), tokens, new)
 
 

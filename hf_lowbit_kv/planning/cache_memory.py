@@ -19,7 +19,7 @@ from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.native_layers import RECURRENT, STORES_NOTHING, native_layers, tensors_of
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.spoiled_keys import needs_small_biases
 from ..calibration.calibrators import calibrator_for
 from ..calibration_files.weight_sums import attention_modules
@@ -133,7 +133,7 @@ class PresetMemory(CacheMemory):
     def __init__(self, shape: Shape, preset: str):
         spec = get_preset(preset).spec()
         placeholders = _Placeholders(spec, _plain(shape).packed_sizes)
-        self.cache = from_preset(preset, shape.model, parameters=placeholders, max_cache_len=1)
+        self.cache = cache_of_preset(preset, shape.model, parameters=placeholders, max_cache_len=1)
         self.packed_sizes = self.cache.packed_sizes
         super().__init__(shape, self.cache.layers)
         self.calibrated = any(layer.parameters for layer in self.cache.packed_layers)
@@ -185,10 +185,10 @@ def _shared(part: Any, width: int, heads: int) -> bool:
 def _plain(shape: Shape) -> LowBitCache:
     """A cache in the model's dtype, for the sizes of packed layers. Raises `ValueError` if the model is not supported."""
     try:
-        return from_preset("dense", shape.model)
+        return cache_of_preset("dense", shape.model)
     except ValueError as reason:
         try:
-            return from_preset("mla", shape.model)
+            return cache_of_preset("mla", shape.model)
         except ValueError:
             raise reason from None  # for a model without latents, that of "mla" says nothing
 

@@ -20,7 +20,7 @@ from ..cache import cache_contents, saved_cache
 from ..cache.cache_options import check_choice
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
 from ..generation.answer_parser import AnswerParser, read_answer, unshown_tokens
@@ -125,7 +125,7 @@ class Chat:
         }
         if "max_cache_len" in cache_options:
             raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_length= to the chat")
-        self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
+        self.cache: LowBitCache = cache_of_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
         self.finish_reason: FinishReason | None = None
