@@ -28,6 +28,7 @@ from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, l
 from ..presets import SINK_TOKENS
 from ..storage.content_digests import EmbeddedRows, fingerprint_of, rows_digest
 from ..storage.layer_spec import LayerSpec, check_count
+from ..storage.row_memory import RowMemory
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
@@ -172,7 +173,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layers[index].readers = readers(config, index)
         self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
         for index in packed:
-            layers[index].guard, layers[index].tables = self.guard, layers[packed[0]].tables
+            layers[index].guard, layers[index].memories = self.guard, layers[packed[0]].memories
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
@@ -218,6 +219,11 @@ class LowBitCache(Cache, PushToHubMixin):
         return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
 
     @property
+    def memories(self) -> list[RowMemory]:
+        """The memory of its rows, for each paging of its layers; of an empty growing cache there is none."""
+        return list(self._first_packed_layer.memories.values())
+
+    @property
     def _first_packed_layer(self) -> LowBitLayer:
         return self.layers[self._first_packed_index]  # type: ignore[return-value]
 
@@ -259,8 +265,11 @@ class LowBitCache(Cache, PushToHubMixin):
             self._note_or_check_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)
+            stored = self._first_packed_layer.length.at_least
             if (model := self.model.alive()) is not None:
-                self.positions.note(model, rows, self._first_packed_layer.length.at_least > 0)
+                self.positions.note(model, rows, stored > 0)
+            for memory in self.memories if stored else ():
+                memory.reserve(stored + tokens)  # in all layers, before one of them stores a token
         new = layer is self._first_packed_layer and not layer.is_initialized
         if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
@@ -340,7 +349,12 @@ class LowBitCache(Cache, PushToHubMixin):
             )
         with self.guard.change():
             for layer in itertools.compress(self.layers, able):
-                layer.crop(-count)  # type: ignore[union-attr]
+                if not isinstance(layer, LowBitLayer):
+                    layer.crop(-count)  # type: ignore[union-attr]
+                elif count:
+                    layer.cut(count)
+            if count:
+                self._first_packed_layer.own_pages()
         left = int(self._first_packed_layer.get_seq_length()) if count else None
         if count and self.text is not None:
             self.text = self.text[:, :left]
@@ -352,6 +366,7 @@ class LowBitCache(Cache, PushToHubMixin):
         with self.guard.change():
             for layer in self.packed_layers:
                 layer.remove_newest(tokens, stored)
+            self._first_packed_layer.own_pages()
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
@@ -369,11 +384,16 @@ class LowBitCache(Cache, PushToHubMixin):
             indices = indices.nonzero()[:, 0]
         interrupted = self.guard.changing
         text = None if self.text is None else self.text[indices.to(self.text.device)]
-        # packed layers come first, because they may refuse; some of transformers' layers only have `reorder_cache`
-        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
+        changes = [memory.selecting(indices) for memory in self.memories]  # these may refuse
+        self.guard.changing = True  # until all layers have these rows
+        for change in changes:
+            change()
+        for layer in self.layers:
+            if isinstance(layer, LowBitLayer):
+                layer.note_rows(indices)
+                continue
             with writable_anywhere(layer):
-                layer.reorder_cache(indices)
-            self.guard.changing = True  # until all layers have these rows
+                layer.reorder_cache(indices)  # some of transformers' layers have only this method
         self.guard.changing, self.text = interrupted, text
         self.positions.select(indices)
 
@@ -563,9 +583,9 @@ class LowBitCache(Cache, PushToHubMixin):
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
-        tables = {paging: each for packed in new.packed_layers for paging, each in packed.tables.items()}
+        memories = {paging: each for packed in new.packed_layers for paging, each in packed.memories.items()}
         for packed in new.packed_layers:
-            packed.guard, packed.tables = new.guard, tables
+            packed.guard, packed.memories = new.guard, memories
         if config is self.config:
             del memo[id(self.config)]  # other objects in the copy are not shared
         return new
