@@ -684,6 +684,8 @@ class LowBitCache(Cache, PushToHubMixin):
             return None
         if (reason := first.filled_by.difference(now)) is not None or (was := self._embedded_rows) is None:
             return reason
+        if first.filled_by.running is not None:
+            return None  # the rows are those of the model that the cache was made for
         model = self.model.alive() if model is None else model
         if was is EmbeddedRows.of(model) or rows_digest(model, self.text) in (was.digest(self.text), None):
             return None

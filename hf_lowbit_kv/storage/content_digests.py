@@ -77,6 +77,7 @@ class EmbeddedRows:
         weight: the embedding.
     """
 
+    @torch.inference_mode(False)  # texts may be added in and outside of it
     def __init__(self, weight: torch.Tensor):
         everything = weight.device.type != "cpu"  # there it takes a millisecond, and selecting rows would wait
         self._weight = weakref.ref(weight)
@@ -96,6 +97,7 @@ class EmbeddedRows:
         return rows
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def add(self, ids: torch.Tensor) -> None:
         """Note the rows of a text, before the embedding changes."""
         if (weight := self._weight()) is not None and not bool(self._known.all()):
