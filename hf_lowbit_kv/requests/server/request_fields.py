@@ -137,7 +137,9 @@ def check_json(value: Any, name: str | None = None) -> None:
     except UnicodeEncodeError as error:
         raise Refused(400, f"{where} has half of a surrogate pair, {error.object[error.start]!a}", name) from error
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"{where} has a number that is not finite, or is nested too deeply: {error}", name) from error
+        raise Refused(
+            400, f"{where} has a number that is not finite, or is nested too deeply: {error}", name
+        ) from error
 
 
 def check_messages(messages: list[Any]) -> None:
