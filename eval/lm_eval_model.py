@@ -44,7 +44,7 @@ from transformers.cache_utils import Cache
 from hf_lowbit_kv.backends.choice import BACKENDS
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import cache_of_preset
 from hf_lowbit_kv.eval import local_models
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packing_specs, packs, tokens_to_pack
 from hf_lowbit_kv.eval.local_models import (
@@ -164,7 +164,7 @@ class LowBitLM(HFLM):
         """A fresh, growing cache."""
         if self.preset == FULL:
             return DynamicCache(config=self.model.config)
-        return from_preset(self.preset, self.model, **self.overrides)
+        return cache_of_preset(self.preset, self.model, **self.overrides)
 
     @property
     def packed_share(self) -> dict[str, float | None]:

@@ -13,7 +13,9 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.served_models import check_in_memory
+from ..generation.answer_parser import read_answer, unshown_tokens
 from ..generation.call_options import check_names, check_options, new_tokens_of, of_checkpoint, return_sequences
+from ..generation.chat_prompt import ChatPrompt, check_messages
 from ..generation.sampling_settings import check_settings, check_text, processors_of
 from .pool_models import check_tokens, placeholders
 
@@ -66,6 +68,15 @@ class Request:
     end_tokens: frozenset[int]
     cache: LowBitCache | None = None
     """holds the beginning of the prompt"""
+    prompt: ChatPrompt | None = None
+    """of a request with messages"""
+
+    def answer(self, model: Any, tokenizer: Any, tokens: list[int]) -> tuple[str, dict[str, Any] | None]:
+        """The text of these tokens, and the message if the request has messages."""
+        unshown = unshown_tokens(tokenizer, list(self.end_tokens))
+        if self.prompt is None:
+            return tokenizer.decode([token for token in tokens if token not in unshown]), None
+        return read_answer(tokenizer, tokens, unshown, self.prompt.parser(model), self.prompt.content_of)
 
     @property
     def sequences(self) -> int:
@@ -133,7 +144,9 @@ class RequestReader:
             if unnamed := [name for name in request if not isinstance(name, str)]:
                 raise TypeError(f"{unnamed[0]!r} is not the name of an option")
             options = {**self.options, **request}
-            ids = self._ids(*next(iter(prompts.items())), mask, options)
+            kind, prompt = next(iter(prompts.items()))
+            chat = self._chat(prompt, options) if kind == "messages" else None
+            ids = self._ids(kind, prompt if chat is None else chat.ids, mask, options)
             config, new_tokens = self._config(ids, options)
             if self._rope is not None:
                 self._rope.refuse_row(len(ids) + new_tokens)
@@ -141,7 +154,7 @@ class RequestReader:
             ends = config._eos_token_tensor
             end_tokens = frozenset() if ends is None else frozenset(ends.tolist())
             name = str(index) if named is None else str(named)
-            return Request(index, name, ids, config, new_tokens, own_options, end_tokens, cache)
+            return Request(index, name, ids, config, new_tokens, own_options, end_tokens, cache, chat)
         except TypeError as error:
             raise TypeError(f"request {index}: {error}") from error
         except Exception as error:  # a chat template raises errors of its own kind
@@ -153,15 +166,15 @@ class RequestReader:
     def _ids(self, kind: str, prompt: Any, mask: Any, options: Mapping[str, Any]) -> list[int]:
         if kind != "messages" and options.get("chat_template_kwargs") and "chat_template_kwargs" not in self.options:
             raise ValueError("chat_template_kwargs belong to messages")
-        if kind == "input_ids":
-            ids = _flat("input_ids", prompt)
-            if mask is not None:
+        if kind != "prompt":
+            ids = _flat(kind, prompt)
+            if mask is not None and kind == "input_ids":
                 kept = _flat("attention_mask", mask)
                 if len(kept) != len(ids):
                     raise ValueError(f"attention_mask has {len(kept)} numbers, and input_ids {len(ids)}")
                 ids = [token for token, real in zip(ids, kept, strict=True) if real]
         else:
-            ids = self._from_text(kind, prompt, options)
+            ids = self._from_text(prompt)
         if not ids:
             raise ValueError(f"{kind}={prompt!r} has no token: there is nothing to read")
         check_tokens(self.model, ids)
@@ -171,29 +184,25 @@ class RequestReader:
             )
         return ids
 
-    def _from_text(self, kind: str, prompt: Any, options: Mapping[str, Any]) -> list[int]:
+    def _check_tokenizer(self, kind: str) -> None:
         if self.tokenizer is None:
             raise ValueError(f"tokenizer=None: {kind!r} needs one; or give input_ids")
-        if kind == "prompt":
-            if not isinstance(prompt, str):
-                raise TypeError(f"prompt must be a text, not {type(prompt).__name__}")
-            check_text("prompt", prompt)
-            return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
-        if isinstance(prompt, (str, Mapping)) or not isinstance(prompt, Sequence) or not prompt:
-            raise ValueError(f"messages={prompt!r} is not allowed; it must be a list of messages, at least one")
-        for message in prompt:
-            role, content = (
-                (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-            )
-            if not isinstance(role, str) or not isinstance(content, (str, type(None))):
-                raise ValueError(
-                    f"messages must be dicts with a 'role' and a text as 'content' (images are not served); {message!r} is "
-                    "not allowed"
-                )
-            check_text("messages", content or "")
-        more = {"add_generation_prompt": True, **(options.get("chat_template_kwargs") or {})}
-        encoded = self.tokenizer.apply_chat_template(list(prompt), tokenize=True, return_dict=True, **more)
-        return _flat("input_ids", encoded["input_ids"])
+
+    def _from_text(self, prompt: Any) -> list[int]:
+        self._check_tokenizer("prompt")
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompt must be a text, not {type(prompt).__name__}")
+        check_text("prompt", prompt)
+        return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
+
+    def _chat(self, messages: Any, options: Mapping[str, Any]) -> ChatPrompt:
+        self._check_tokenizer("messages")
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise ValueError(f"messages={messages!r} is not allowed; it must be a list of messages, at least one")
+        check_messages("messages", messages)
+        prompt = ChatPrompt(self.tokenizer, messages, options.get("chat_template_kwargs") or {})
+        prompt.parser(self.model)  # raises for a response template that is not valid
+        return prompt
 
     # ---- options --------------------------------------------------------------------------------------------------
 

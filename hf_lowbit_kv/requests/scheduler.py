@@ -479,7 +479,8 @@ class Scheduler:
         result.error = None if error is None else described(error)
         if self.tokenizer is not None and sequence.has_row:
             try:
-                result.text = self.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+                tokens = result.generated_tokens
+                result.text, result.message = sequence.request.answer(self.steps.model, self.tokenizer, tokens)
             except Exception as problem:
                 result.finish_reason, result.error = "error", described(error or problem)
 

@@ -20,8 +20,9 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
+from ...generation.answer_parser import AnswerParser
 from ..result import Result
-from .answer_text import AnswerParser, AnswerStreamer, Failure
+from .answer_text import AnswerStreamer, Failure
 from .generation_manager import MAY_SHORTEN, SEED, PoolGenerateManager, PoolState
 from .openai_errors import Refused, error_body, shown
 from .request_fields import OWN, check_fields, check_template_values, read_settings
