@@ -30,6 +30,7 @@ from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
 from ..generation.prefill import check_chunk_size
 from ..generation.sampling_settings import check_sampling
+from ..generation.stop_strings import first_stop
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import check_count
@@ -280,7 +281,7 @@ class Chat:
         ends, strings = self._setting("eos_token_id"), self._setting("stop_strings") or ()
         if written[-1] in (ends if isinstance(ends, (list, tuple)) else [ends]):
             return "stop"
-        if strings and _holds_any(self.tokenizer.decode(written), strings):
+        if first_stop(self.tokenizer.decode(written), strings) is not None:
             return "stop"
         if len(written) >= limit or seconds >= (self._setting("max_time") or float("inf")):
             return "length"
@@ -543,10 +544,6 @@ def _most_tokens(options: Mapping[str, Any], room: int) -> int:
         if limit is not None:
             return int(limit)
     return room
-
-
-def _holds_any(text: str, strings: str | Sequence[str]) -> bool:
-    return any(each in text for each in ([strings] if isinstance(strings, str) else strings))
 
 
 class _Question(NamedTuple):

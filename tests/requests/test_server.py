@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
-from hf_lowbit_kv.requests.server.answer_text import StopText
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -403,16 +402,3 @@ def test_the_url_is_one(host):
 
     url = urllib.parse.urlsplit(url_of(host, 8000))
     assert (url.hostname, url.port) == (host, 8000)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_stop_texts_in_pieces(size):
-    text, stops = "ab<en<end>cd<end>", ["<end>", "xyz"]
-    stop = StopText(stops)
-    out = "".join(stop.feed(text[first : first + size]) for first in range(0, len(text), size)) + stop.end()
-    assert out == "ab<en"
-    assert stop.reached
-    stop = StopText(stops)
-    assert stop.feed("ab<en") == "ab"
-    assert stop.end() == "<en"
-    assert not stop.reached

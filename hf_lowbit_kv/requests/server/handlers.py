@@ -96,6 +96,7 @@ class _PoolHandler:
         self._manager, self._served = manager, served
         self._model, self._processor = models.load_model_and_processor(models.process_model_name(models.force_model))
         self._tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        self._special = {token for token, added in self._tokenizer.added_tokens_decoder.items() if added.special}
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._threads: anyio.CapacityLimiter | None = None
 
@@ -118,7 +119,7 @@ class _PoolHandler:
         ids = self._prompt(body)
         stops = config.stop_strings or []
         stops = [stops] if isinstance(stops, str) else list(stops)
-        streamer = AnswerStreamer(self._tokenizer, loop, queue, self._parser(body, ids), stops)
+        streamer = AnswerStreamer(self._tokenizer, loop, queue, self._parser(body, ids), stops, self._special)
         streamed = bool(body.get("stream") or stops)
         self._manager.submit(request_id, ids, config, streamer, streamed)
         return Answer(request_id, body, len(ids), queue, streamer, streamed, lambda: self._manager.requests.alive)
