@@ -64,11 +64,14 @@ def test_memory_can_be_given_back_afterwards(model):
     with pytest.warns(UserWarning, match="cannot be recorded"):
         ours(model, ids, mask, new_tokens=30)
     lb.release(model)
-    half = torch.cuda.mem_get_info()[0] // 2
-    block = torch.empty(half, dtype=torch.uint8, device="cuda")
-    del block  # it stays in PyTorch's hands, and must go for what follows
-    assert torch.empty(half * 3 // 2, dtype=torch.uint8, device="cuda").numel() == half * 3 // 2
-    torch.cuda.empty_cache()
+    size = 2**28
+    allowed = torch.cuda.memory_reserved() + 2 * size
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        torch.empty(size, dtype=torch.uint8, device="cuda")  # freed at once, it stays in PyTorch's hands
+        assert torch.empty(3 * size // 2, dtype=torch.uint8, device="cuda").numel() == 3 * size // 2
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def _rank(rank: int, folder: str) -> None:
