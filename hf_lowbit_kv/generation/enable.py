@@ -19,6 +19,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
+from ..storage.process_stamps import ignore_attributes
 from . import recording
 from .call_options import of_checkpoint
 from .decoding_loop import decoding_with, late_stop_check
@@ -33,6 +34,7 @@ from .whole_prompt import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
+ignore_attributes(_ENABLED, "generate", "_prepare_cache_for_generation", "generation_config")
 #: decoding modes with one token per step, which preallocated caches support
 _ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -48,6 +50,7 @@ _ADDED: list[Callable] = []
 def also_override(*functions: Callable) -> None:
     """Override the methods of these names on every model that is enabled later (see `put_on`)."""
     _ADDED.extend(functions)
+    ignore_attributes(*(function.__name__ for function in functions))
 
 
 class _EnabledCall(NamedTuple):

@@ -218,7 +218,7 @@ def test_a_prompt_that_is_not_longer_than_what_is_stored(model, padding, max_cac
         return {"inputs": left_padded(2, tokens, seed=seed)[0], "attention_mask": mask, **options}
 
     text = model.generate(**begun(40, 1))
-    for tokens in (30, 43, 44):
+    for tokens in (30, 43) if padding else (30, 43, 44):
         with pytest.raises(ValueError, match=r"44 .*full text so far plus the new tokens.*[Cc]all cache\.reset\(\)"):
             model.generate(**begun(tokens, 2))
         assert int(cache.get_seq_length()) == 44
