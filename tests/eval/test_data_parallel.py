@@ -94,7 +94,9 @@ def test_processes_without_ranks_are_refused(monkeypatch, capsys, variables):
     assert "each would do all the work. Start them with `accelerate launch --multi_gpu" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "0", "WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, {"PMI_SIZE": "1"}])
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0", "WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, {"PMI_SIZE": "1"}]
+)
 def test_more_ranks_than_a_launcher_announces(monkeypatch, variables):
     """`srun` starts `torchrun` once on each machine, and that starts a rank for each GPU."""
     for name in variables:
@@ -107,7 +109,9 @@ def test_perplexity_on_two_machines(model_folder, tmp_path, capsys):
     """One window on one machine and two on the other."""
     options = options_of(model_folder, tmp_path)
     first, second = run_at_once([[*line, *options[2:]] for line in commands("perplexity")], tmp_path)
-    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stderr[-2000:] + second.stderr[-2000:]
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), (
+        first.stderr[-2000:] + second.stderr[-2000:]
+    )
     same_figures(json.loads(first.stdout), json.loads(call(capsys, *options)[1]))
 
 

@@ -258,7 +258,9 @@ def test_two_machines_share_the_work(model_folder, task, tmp_path):
     alone = [sys.executable, "-m", "hf_lowbit_kv", "eval", "lm-eval"]
     rows = []
     for launched in ([alone], commands("lm-eval")):
-        first, *others = run_at_once([[*line, *options] for line in launched], tmp_path, HF_DATASETS_CACHE=str(tmp_path))
+        first, *others = run_at_once(
+            [[*line, *options] for line in launched], tmp_path, HF_DATASETS_CACHE=str(tmp_path)
+        )
         assert first.returncode == 0, first.stderr[-2000:]
         assert [each.stdout for each in others] == [""] * len(others)
         rows.append(json.loads(first.stdout))

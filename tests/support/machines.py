@@ -39,9 +39,7 @@ def _replaced(options: list[str], values: dict[str, str]) -> list[str]:
     return [values.get(before, word) for before, word in zip(["", *options], options)]
 
 
-def run_at_once(
-    commands: list[list[str]], folder: Path, **environment: str
-) -> list[subprocess.CompletedProcess[str]]:
+def run_at_once(commands: list[list[str]], folder: Path, **environment: str) -> list[subprocess.CompletedProcess[str]]:
     """Run commands at the same time, and wait until all have ended.
 
     Raises:
