@@ -327,7 +327,13 @@ def main(
                 for each in names if length else ():
                     own = [row for x, row in zip(questions, rows, strict=True) if x.task == each]
                     kl, nll, full = map(list, zip(*own, strict=True))
-                    record = {"task": each, "preset": which, "context": length, "items": len(own), "forced": True}
+                    record: dict[str, Any] = {
+                        "task": each,
+                        "preset": which,
+                        "context": length,
+                        "items": len(own),
+                        "forced": True,
+                    }
                     record |= {"kl": kl, "nll": nll, "nll_full": full, "kl_mean": statistics.fmean(kl)}
                     run.add(record | ({"calibration": calibration.name} if calibration else {}))
             continue

@@ -684,6 +684,7 @@ class LowBitCache(Cache, PushToHubMixin):
             return None
         if (reason := first.filled_by.difference(now)) is not None or (was := self._embedded_rows) is None:
             return reason
+        assert self.text is not None
         if first.filled_by.running is not None:
             return None  # the rows are those of the model that the cache was made for
         model = self.model.alive() if model is None else model

@@ -102,7 +102,7 @@ def register_format(
             "@register_format"
         )
     example = cls()
-    _check_name(cls, example, cls.parse)  # type: ignore[attr-defined]
+    _check_name(cls, example, cls.parse)
     check_page(example)
     if triton is not None and (lacking := [name for name in NEEDED if not hasattr(triton, name)]):
         raise ValueError(f"triton={triton.__name__!r} has no {lacking[0]!r}; it must have {', '.join(NEEDED)}")

@@ -88,7 +88,7 @@ class EmbeddedRows:
     def of(model: Any) -> EmbeddedRows | None:
         """Those of the model now; another object once the embedding has changed. `None`: its rows are no plain numbers in
         memory."""
-        weight = getattr(model.get_input_embeddings(), "weight", None)
+        weight: Any = getattr(model.get_input_embeddings(), "weight", None)
         if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.device.type == "meta":
             return None
         if weight.shape[1] * weight.itemsize % 4 or not weight.is_contiguous():
