@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (templates are as their models have them)
 """Chat templates of the families that people use, shortened, and answers as these models write them."""
 
 from dataclasses import dataclass, field
