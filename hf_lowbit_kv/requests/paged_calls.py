@@ -20,10 +20,13 @@ from ..generation.enable import enable as enable
 from ..generation.overriding import original
 from ..generation.sampling_settings import check_settings
 from ..presets import get_preset
+from ..storage.process_stamps import ignore_attributes
 from .pool_models import empty_caches
 
 #: releases of transformers whose continuous batching `continuous_batching.py` was written for
 SUPPORTED = ("5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
+#: attribute of a model in which transformers keeps a manager
+_MANAGER = "_cached_continuous_batching_manager"
 #: options of `generate` that continuous batching does not support, and the values at which they have no effect
 _WITHOUT = {
     "num_beams": (None, 1),
@@ -77,7 +80,7 @@ def init_continuous_batching(
     enabled = enabled_for(self)
     if enabled is None:  # a copy of an enabled model
         return original(self, "init_continuous_batching")(generation_config, continuous_batching_config, workload_hints)
-    kept = getattr(self, "_cached_continuous_batching_manager", None)
+    kept = getattr(self, _MANAGER, None)
     if isinstance(kept, PackedManager) and kept.made_for is enabled:
         return kept
     if kept is not None:
@@ -155,3 +158,4 @@ def _check_generation(model: Any, config: Any) -> None:
 
 
 also_override(init_continuous_batching, generate_batch)
+ignore_attributes(_MANAGER)

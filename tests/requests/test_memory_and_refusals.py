@@ -340,7 +340,7 @@ def test_requests_that_are_none(model, pools, requests, message):
     ("request_", "options", "message"),
     [
         ("w1 \ud83d", {}, "request 0: prompt has half of a surrogate pair, '\\\\ud83d', as character 3"),
-        ([{"role": "user", "content": "\ud83d"}], {}, "request 0: messages has half"),
+        ([{"role": "user", "content": "\ud83d"}], {}, r"request 0: messages\[0\] has half"),
         ("w1", {"stop_strings": ["w2", "\ud83d"]}, "stop_strings has half"),
     ],
 )

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (templates are as their models have them)
 """Chat templates of the families that people use, shortened, and answers as these models write them."""
 
 from dataclasses import dataclass, field
@@ -116,8 +117,7 @@ R1 = (
 )
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}
-    {%- if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}{% set date_string = "26 Jul 2024" %}{% endif %}
+    {%- if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% else %}{% set date_string = "26 Jul 2024" %}{% endif %}
 {%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: " + date_string + "\\n\\n<|eot_id|>" }}
 {%- for message in messages %}
@@ -134,8 +134,7 @@ GEMMA = (
 )
 SMOLVLM = (
     "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
-    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
-    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% if message['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
     "{% elif line['type'] == 'image' %}<image>{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )

@@ -39,6 +39,11 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "tool_choice": ("auto",),
     "tools": ([],),
+    "top_logprobs": (0,),
+    # what clients send for "not set"
+    "max_tokens": (-1,),
+    "max_completion_tokens": (-1,),
+    "seed": (-1,),
 }
 #: fields of one type: their type, and its name
 KINDS = (
@@ -65,7 +70,7 @@ _TEMPERATURE, _PENALTY = Allowed(1e-5, 100), Allowed(0.01, 100)
 NUMBERS = {
     "top_p": Allowed(0, 1),
     "repetition_penalty": _PENALTY,
-    "top_k": _COUNT,
+    "top_k": Allowed(-1, 2**31 - 1, whole=True),
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
     "seed": Allowed(0, 2**63 - 1, whole=True),
@@ -125,14 +130,21 @@ def check_fields(body: dict[str, Any], known: Collection[str], reads: str, vocab
     check_stops("stop", body.get("stop", []))
 
 
-def check_json(body: dict[str, Any]) -> None:
-    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite."""
+def check_json(value: Any, name: str | None = None) -> None:
+    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite.
+
+    Args:
+        name: of the field; `None`: the value is the whole body.
+    """
+    where = name or "the body"
     try:
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise Refused(400, f"a text has half of a surrogate pair, {error.object[error.start]!a}") from error
+        raise Refused(400, f"{where} has half of a surrogate pair, {error.object[error.start]!a}", name) from error
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body has a number that is not finite, or is nested too deeply: {error}") from error
+        raise Refused(
+            400, f"{where} has a number that is not finite, or is nested too deeply: {error}", name
+        ) from error
 
 
 def check_messages(messages: list[Any]) -> None:
@@ -158,6 +170,37 @@ def check_messages(messages: list[Any]) -> None:
             )
         if not isinstance(content, (str, list, type(None))):
             raise Refused(400, f"messages: content={shown(content)} is not allowed; it must be a text", "messages")
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that were checked, for the chat template. All fields that are not null stay. Content is a text or parts, and
+    arguments of tool calls, which are JSON in OpenAI's API, are objects, as templates read them.
+
+    Raises:
+        Refused: the arguments of a tool call cannot be read.
+    """
+    try:
+        read = [_template_message(message) for message in messages]
+    except Exception as error:
+        message = f"messages: tool_calls cannot be read: {type(error).__name__}: {error}"
+        raise Refused(400, message, "messages") from error
+    check_json(read, "messages")  # escapes in arguments are read here
+    return read
+
+
+def _template_message(message: dict[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in message.items() if value is not None}
+    message.setdefault("content", "")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "function": _template_function(call["function"])} for call in calls]
+    return message
+
+
+def _template_function(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    return {**function, "arguments": {} if arguments is None else arguments}
 
 
 def check_tools(tools: list[Any], choice: Any) -> None:
@@ -226,6 +269,7 @@ def read_settings(text: str, vocabulary: int) -> dict[str, Any]:
         raise Refused(400, f"generation_config: {type(error).__name__}: {error}", "generation_config") from error
     if not isinstance(settings, dict):
         raise not_allowed("generation_config", text, "an object in JSON")
+    check_json(settings, "generation_config")  # its escapes are read here
     neutral = GenerationConfig._get_default_generation_params()
     for name, value in list(settings.items()):
         usual = neutral.get(name)
