@@ -36,7 +36,7 @@ class AnswerStreamer:
         loop, queue: where the parts go.
         parser: `None`: the model's answers have no parts.
         stops: the answer ends before the first of these texts, which may be special tokens.
-        unshown: tokens that have no text in an answer without parts.
+        unshown: tokens that have no text.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AnswerStreamer:
         unshown: Collection[int],
     ):
         self._loop, self._queue, self._parser = loop, queue, parser
-        self._text = StopStrings(tokenizer, stops, unshown if parser is None else ())
+        self._text = StopStrings(tokenizer, stops, unshown)
         self._ticket: Ticket | None = None
         self._unsent_space: dict[type, str | None] = {}
         self._prompt = True

@@ -123,8 +123,9 @@ class _PoolHandler:
         ids = self._prompt(body)
         stops = config.stop_strings or []
         stops = [stops] if isinstance(stops, str) else list(stops)
-        unshown = unshown_tokens(self._tokenizer, config.eos_token_id)
-        streamer = AnswerStreamer(self._tokenizer, loop, queue, self._parser(body, ids), stops, unshown)
+        parser = self._parser(body, ids)
+        unshown = unshown_tokens(self._tokenizer, config.eos_token_id, parser)
+        streamer = AnswerStreamer(self._tokenizer, loop, queue, parser, stops, unshown)
         streamed = bool(body.get("stream") or stops)
         self._manager.submit(request_id, ids, config, streamer, streamed)
         return Answer(request_id, body, len(ids), queue, streamer, streamed, lambda: self._manager.requests.alive)
