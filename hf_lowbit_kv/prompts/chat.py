@@ -72,17 +72,19 @@ class Chat:
 
     Args:
         model: as for `lb.generate`.
-        tokenizer: one with a chat template.
+        tokenizer: one with a chat template, or that writes messages in its own way.
         preset: see `preset_names`.
         system: the system message, or `None`.
         max_length: largest number of tokens of the whole conversation; memory for them is allocated at the first turn.
             `None`: 32768, or as many as the model was made for if these are fewer.
-        chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
+        chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`, `{"tools": [...]}`.
         **options: for `lb.generate`: `max_new_tokens` (default: up to `max_length`), `do_sample`, `step`, ...;
             `cache_options`, `calibration` and `allow_other_weights` are for the cache.
 
     Attributes:
-        messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
+        messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns. Those of the model may
+            have `reasoning_content` and `tool_calls`, if it has a response template.
+        date: what the template shows as the current date: when the chat began; may be changed.
         finish_reason: why the last answer ended, as in `Result`: `"stop"`: the model or a stopping criterion ended it;
             `"length"`: `max_new_tokens`, `max_length` or `max_time` cut it off; `"cancelled"`: Ctrl-C, or the loop over
             `stream` was left; `"error"`. `None` before the first answer, and after `undo`.
