@@ -75,7 +75,7 @@ def process_count() -> int:
     count = int(os.environ["WORLD_SIZE"]) if ranked else 1
     announced = [name for name in COUNTS if int(os.environ.get(name, 1)) > count]
     # accelerate writes no count. With --cpu, or where it finds fewer than two GPUs, it starts one process without a rank
-    if not ranked and BY_ACCELERATE <= os.environ.keys():
+    if not ranked and os.environ.keys() >= BY_ACCELERATE:
         announced.append("MASTER_ADDR")
     if announced:
         raise ValueError(
