@@ -112,7 +112,7 @@ if not TYPE_CHECKING:  # type checkers would accept every name of a module that 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 _register_with_transformers()

@@ -7,7 +7,7 @@ from tiny_architectures import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.transformers_release import RELEASE
+from hf_lowbit_kv.cache.cache_argument import RELEASE
 
 pytestmark = pytest.mark.host
 

@@ -1,4 +1,4 @@
-"""What differs between releases of transformers: `transformers_release` says of the installed one what it does, and of the two
+"""What differs between releases of transformers: `cache_argument` says of the installed one what it does, and of the two
 names of the argument that carries a cache users may write either; the package writes the current one."""
 
 import inspect
@@ -14,8 +14,7 @@ from transformers import LlamaForCausalLM
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache import cache_argument
-from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.transformers_release import GENERATE_KEEPS_MASKS
+from hf_lowbit_kv.cache.cache_argument import GENERATE_KEEPS_MASKS, as_argument
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")]
 
