@@ -16,7 +16,8 @@ from transformers import CompileConfig, GenerationConfig
 from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from .call_options import Call, setting
+from .call_options import Call
+from .generation_settings import setting
 from .kept_caches import capacity
 
 #: kinds of decoding step (caches, masks, outputs) that one model may be compiled for; torch's default limit is 8

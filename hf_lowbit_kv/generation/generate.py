@@ -32,14 +32,14 @@ from .call_options import (
     check_names,
     in_one_configuration,
     options_of_cache,
-    setting,
     warn_of_length,
 )
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
+from .generation_settings import setting
 from .kept_caches import cache_length, capacity, kept_caches
 from .overriding import overridden
-from .prefill import check_chunk_size, prefill_prompt
+from .prefill import prefill_prompt
 from .prefix_loading import PrefixCall, Prefixes, check_prefixes
 from .stored_text import check_text, expect_text, remember_text
 from .whole_prompt import keeping_cache
@@ -132,8 +132,7 @@ def generate(
     past_key_values = cache_of(past_key_values, cache)
     check_prefixes(prefixes)
     call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
-    check_chunk_size(setting(inner, call.options, "prefill_chunk_size"))
-    cache_options = options_of_cache(cache_options, calibration, allow_other_weights)
+    options_of_new = options_of_cache(cache_options, calibration, allow_other_weights)
     check_count("max_cache_len", max_cache_len, optional=True)
     if max_cache_len is not None and max_cache_len < call.length:
         raise ValueError(
@@ -146,7 +145,7 @@ def generate(
         if past_key_values is not None:
             if prefixes is not None:
                 raise ValueError("prefixes and past_key_values are both given: past_key_values has its own prefix")
-            if (cache_options, max_cache_len) != (None, None):
+            if options_of_new or max_cache_len is not None:
                 raise ValueError(
                     "cache_options, allow_other_weights, calibration and max_cache_len describe a new cache: they are not "
                     "allowed with past_key_values"
@@ -155,7 +154,7 @@ def generate(
             expect_text(kept, call.prompt, call.rows, call.new_tokens, inner)
             return _run(model, call, kept, progress)
         preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
-        acquired = acquire_cache(inner, preset, dict(cache_options or {}), call.rows, length)
+        acquired = acquire_cache(inner, preset, options_of_new, call.rows, length)
         with caches.released_on_error(acquired):
             return _run(model, call, acquired, progress, prefixes)
 
