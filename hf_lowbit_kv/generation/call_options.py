@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from ..cache.cache_options import PresetOptions, check_choice
+from ..cache.cache_options import PresetOptions
 from ..cache.served_models import longest_text
 from ..triton_kernels.toolchain import why_gpu_cannot_launch
 from .generation_settings import GenerationSettings, setting_names
@@ -73,7 +73,6 @@ class Call:
         """Check the arguments of `generate`. Raises for options that cannot run on a preallocated cache."""
         prompt = prompt_of(inputs, options)
         step = which_step(model, step, options)
-        check_choice("fuse", fuse)
         rows, tokens = prompt_shape(prompt)
         check_vocabulary(model, prompt.get("input_ids"))
         check_mask({**prompt, **options}.get("attention_mask"), rows, tokens)
@@ -101,13 +100,6 @@ def prompt_of(inputs: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if named:
         raise ValueError(f"inputs and {next(iter(named))} are both given; give one of them")
     return dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
-
-
-def cache_of(past_key_values: Any, cache: Any) -> Any:
-    """The cache to continue: `past_key_values`, or `cache` (its name in transformers since 5.24)."""
-    if cache is not None and past_key_values is not None:
-        raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
-    return past_key_values if cache is None else cache
 
 
 def which_step(model: Any, step: str | None, options: Mapping[str, Any]) -> str:

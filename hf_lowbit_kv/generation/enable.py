@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
-from ..cache.cache_options import PresetOptions, check_choice
-from ..cache.implementation import NO_WEIGHTS, select, selected_everywhere
+from ..cache.cache_options import PresetOptions
+from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.preset_cache import from_preset
 from ..cache.served_models import unwrap, unwrap_generating
@@ -27,7 +27,7 @@ from .generation_settings import ONE_TOKEN, check_values, ignore_checkpoint
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
 from .prefill import AUTO, prefill_prompt
-from .prefix_loading import PrefixCall, Prefixes, check_prefixes
+from .prefix_loading import PrefixCall, Prefixes
 from .stored_text import check_continued, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
@@ -162,8 +162,6 @@ def enable(
         ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
     inner: Any = unwrap_generating(model)
-    check_choice("fuse", fuse)
-    check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {_prepare_cache_for_generation.__name__}, which lb.enable "
@@ -277,8 +275,6 @@ def _prepare_cache_for_generation(
         prepare = original(self, "_prepare_cache_for_generation")
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
-    if generation_config.output_attentions:
-        raise ValueError(NO_WEIGHTS)
     size = generation_config.prefill_chunk_size
     check_values({"prefill_chunk_size": size})
     if size in (0, AUTO):  # `prefill_prompt` knows these sizes, and transformers does not

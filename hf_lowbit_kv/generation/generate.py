@@ -24,11 +24,9 @@ from ..cache.preset_cache import from_preset
 from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
-from ..storage.layer_spec import check_count
 from . import compiling, recording
 from .call_options import (
     Call,
-    cache_of,
     check_names,
     in_one_configuration,
     options_of_cache,
@@ -40,7 +38,7 @@ from .generation_settings import setting
 from .kept_caches import cache_length, capacity, kept_caches
 from .overriding import overridden
 from .prefill import prefill_prompt
-from .prefix_loading import PrefixCall, Prefixes, check_prefixes
+from .prefix_loading import PrefixCall, Prefixes
 from .stored_text import check_text, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
@@ -129,11 +127,9 @@ def generate(
     """
     inner, cache = unwrap_generating(model), options.pop("cache", None)
     check_names("lb.generate", inner, {**(inputs if isinstance(inputs, Mapping) else {}), **options}, ARGUMENTS)
-    past_key_values = cache_of(past_key_values, cache)
-    check_prefixes(prefixes)
+    past_key_values = cache if past_key_values is None else past_key_values
     call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
     options_of_new = options_of_cache(cache_options, calibration, allow_other_weights)
-    check_count("max_cache_len", max_cache_len, optional=True)
     if max_cache_len is not None and max_cache_len < call.length:
         raise ValueError(
             f"max_cache_len={max_cache_len} is too small: the prompt has {call.tokens} tokens and "
@@ -224,8 +220,6 @@ def release(model: Any) -> None:
 
 def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
     """An empty cache for `rows` rows of `tokens` tokens, kept or new. Other calls can use it once the result is dropped."""
-    if "max_cache_len" in cache_options:
-        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_cache_len= to the call")
     backend_and_mode = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
     # An empty cache costs about 1 ms and no token memory. Its spec is the key for the lookup.
     if cache_options.get("parameters") is None:

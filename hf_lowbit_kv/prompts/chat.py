@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import cache_contents, saved_cache
-from ..cache.cache_options import check_choice
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.preset_cache import from_preset
@@ -124,11 +123,7 @@ class Chat:
         self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
-        cache_options: dict[str, Any] = {
-            **(options_of_cache(chosen, calibration, options.pop("allow_other_weights", False)) or {})
-        }
-        if "max_cache_len" in cache_options:
-            raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_length= to the chat")
+        cache_options = options_of_cache(chosen, calibration, options.pop("allow_other_weights", False))
         self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
@@ -529,7 +524,6 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that `generate` would refuse."""
     check_names("lb.Chat", model, options, _KNOWN)
     which_step(model, options.get("step"), options)
-    check_choice("fuse", options.get("fuse", True))
     GenerationSettings.of(model, options, _NOT_SERVED)
 
 

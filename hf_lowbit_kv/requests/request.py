@@ -137,12 +137,10 @@ class RequestReader:
                 raise ValueError(
                     f"it must have one of {', '.join(map(repr, PROMPTS))}, and has {list(prompts) or 'none'}"
                 )
-            if unnamed := [name for name in request if not isinstance(name, str)]:
-                raise TypeError(f"{unnamed[0]!r} is not the name of an option")
             options = {**self.options, **request}
             kind, prompt = next(iter(prompts.items()))
             chat = self._chat(prompt, options) if kind == "messages" else None
-            ids = self._ids(kind, prompt if chat is None else chat.ids, mask, options)
+            ids = self._ids(kind, prompt if chat is None else chat.ids, mask)
             settings = self._settings(len(ids), options)
             config, new_tokens = settings.config, settings.new_tokens
             if self._rope is not None:
@@ -160,16 +158,11 @@ class RequestReader:
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
-    def _ids(self, kind: str, prompt: Any, mask: Any, options: Mapping[str, Any]) -> list[int]:
-        if kind != "messages" and options.get("chat_template_kwargs") and "chat_template_kwargs" not in self.options:
-            raise ValueError("chat_template_kwargs belong to messages")
+    def _ids(self, kind: str, prompt: Any, mask: Any) -> list[int]:
         if kind != "prompt":
             ids = _flat(kind, prompt)
             if mask is not None and kind == "input_ids":
-                kept = _flat("attention_mask", mask)
-                if len(kept) != len(ids):
-                    raise ValueError(f"attention_mask has {len(kept)} numbers, and input_ids {len(ids)}")
-                ids = [token for token, real in zip(ids, kept, strict=True) if real]
+                ids = [token for token, real in zip(ids, _flat("attention_mask", mask), strict=True) if real]
         else:
             ids = self._from_text(prompt)
         if not ids:
@@ -187,8 +180,6 @@ class RequestReader:
 
     def _from_text(self, prompt: Any) -> list[int]:
         self._check_tokenizer("prompt")
-        if not isinstance(prompt, str):
-            raise TypeError(f"prompt must be a text, not {type(prompt).__name__}")
         check_text("prompt", prompt)
         return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
 

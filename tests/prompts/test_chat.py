@@ -303,7 +303,6 @@ def test_the_longest_text(config, longest):
             r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself",
         ),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x' is not allowed"),
-        ({"cache_options": {"max_cache_len": 300}}, ValueError, "max_cache_len.* is not allowed: pass max_length="),
     ],
 )
 def test_bad_arguments(model, options, error, message):
@@ -466,7 +465,6 @@ def test_an_answer_that_is_left_is_cancelled(model):
             "num_return_sequences=2 is not allowed: a chat writes one answer",
         ),
         ({"step": "fast"}, "step='fast' is not known"),
-        ({"fuse": 1}, "fuse=1 is not allowed"),
         ({"prefill_chunk_size": -1}, "prefill_chunk_size=-1 is not allowed"),
     ],
     ids=str,
