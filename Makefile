@@ -113,7 +113,7 @@ lint: $(VENV)/.ready
 
 # the bundled model's codebooks (10 minutes on two cores), and what eigen-* need (7)
 calibrations: $(VENV)/.ready
-	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25,million-2 \
+	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25 \
 		-o hf_lowbit_kv/bundled/SmolLM2-135M-Instruct.safetensors
 	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 -p eigen-2,eigen-3,eigen-4 \
 		$$($(BIN)/python -c "from hf_lowbit_kv.eval.local_models import *; print(*(f'--text {x}' for x in varied_texts()))") \

@@ -14,6 +14,7 @@ import torch
 
 from ..storage.content_digests import digest
 from ..storage.layer_spec import LayerSpec
+from ..storage.paged_store import PagedStore
 from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
 from .filled_by import FilledBy, snapshot_of
 from .low_bit_layer import LowBitLayer
@@ -142,12 +143,13 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
 def put(cache: Any, contents: CacheContents, model: Any) -> None:
     """Put these contents into an empty cache of this model that has room for them. A preallocated cache copies all tensors;
     a growing cache copies only those on another device than their layer."""
-    known: dict[Any, Any] = {}
     device_of = layer_devices(model)
     for index, part in contents.layers.items():
         _prepare(cache.layers[index], part, device_of(index))
-    for index, part in contents.layers.items():
-        _put_layer(cache.layers[index], part, known)
+    layers = [(cache.layers[index], part) for index, part in contents.layers.items()]
+    put_tokens([layer.store for layer, _ in layers], [_for_store(layer.store, part) for layer, part in layers])
+    for layer, part in layers:
+        _put_facts(layer, part)
     for index, contents_of_layer in contents.native_layers.items():
         put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
     cache.text = contents.text
@@ -191,15 +193,16 @@ def _prepare(layer: LowBitLayer, contents: LayerContents, device: torch.device) 
         layer.lazy_initialization(*states)
 
 
-def _put_layer(layer: LowBitLayer, contents: LayerContents, known: dict[Any, Any]) -> None:
-    """Put these contents into a layer that is ready. known: see `put_tokens`."""
-    store = layer.store
-    assert store is not None
+def _for_store(store: PagedStore, contents: LayerContents) -> StoredTokens:
+    """The tokens on the device and in the layout of a store."""
     tokens = contents.tokens.to(store.device)
-    tokens = in_layout_of(tokens, contents.spec, store.spec, contents.widths, contents.dtype)
-    put_tokens(store, tokens, known)
+    return in_layout_of(tokens, contents.spec, store.spec, contents.widths, contents.dtype)
+
+
+def _put_facts(layer: LowBitLayer, contents: LayerContents) -> None:
+    """Let a layer know what its store has got."""
     layer._forget()
     layer.length.set(contents.seen)
     layer._in_tail, layer._mode = contents.in_tail, contents.mode
     for start, mask in contents.padding:
-        layer._padding.note(start, mask.to(store.device))
+        layer._padding.note(start, mask.to(layer.device))

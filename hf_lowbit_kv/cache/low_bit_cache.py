@@ -26,8 +26,9 @@ from ..folders import named_path
 from ..formats import Format, parse_format
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
-from ..storage.content_digests import fingerprint_of
+from ..storage.content_digests import EmbeddedRows, fingerprint_of, rows_digest
 from ..storage.layer_spec import LayerSpec, check_count
+from ..storage.row_memory import RowMemory
 from ..storage.transforms import Transform, parse_transform
 from . import cache_contents, saved_cache, summary
 from .cache_bytes import BYTE_KINDS, CacheBytes
@@ -99,9 +100,9 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    #: ids int64 `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known. For a
-    #: prompt of embeddings, their sums instead (`stored_text`)
-    text: torch.Tensor | None = None
+    _text: torch.Tensor | None = None
+    #: of the text
+    _embedded_rows: EmbeddedRows | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
     #: whether it has warned, since the last reset, that another attention implementation makes it slow
@@ -172,7 +173,7 @@ class LowBitCache(Cache, PushToHubMixin):
             layers[index].readers = readers(config, index)
         self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
         for index in packed:
-            layers[index].guard, layers[index].tables = self.guard, layers[packed[0]].tables
+            layers[index].guard, layers[index].memories = self.guard, layers[packed[0]].memories
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
@@ -189,7 +190,8 @@ class LowBitCache(Cache, PushToHubMixin):
         # `lb.generate`, which borrows, compares in each call
         if made_for and not (allow_other_weights or isinstance(calibration, calibration_lookup.Borrowed)):
             self._calibrated = Calibrated(made_for, self._snapshot())
-        warn_of_drop(model_or_config)
+        if preset is None:  # `from_preset` warns itself
+            warn_of_drop(model_or_config)
 
     #: how the latest decode steps ran, for `summary()`: recorded with which fused parts, or why eager. `None`: no recorder ran
     #: them
@@ -198,9 +200,28 @@ class LowBitCache(Cache, PushToHubMixin):
     # ---- contents -------------------------------------------------------------------------------------------------
 
     @property
+    def text(self) -> torch.Tensor | None:
+        """ids int64 `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known. For a
+        prompt of embeddings, their sums instead (`stored_text`)."""
+        return self._text
+
+    @text.setter
+    def text(self, text: torch.Tensor | None) -> None:
+        model, self._text, self._embedded_rows = self.model.alive(), text, None
+        if text is not None and not text.is_floating_point() and model is not None:
+            self._embedded_rows = EmbeddedRows.of(model)
+            if self._embedded_rows is not None:
+                self._embedded_rows.add(text)
+
+    @property
     def packed_layers(self) -> list[LowBitLayer]:
         """The packed layers; the others are transformers' own."""
         return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
+
+    @property
+    def memories(self) -> list[RowMemory]:
+        """The memory of its rows, for each paging of its layers; of an empty growing cache there is none."""
+        return list(self._first_packed_layer.memories.values())
 
     @property
     def _first_packed_layer(self) -> LowBitLayer:
@@ -244,8 +265,11 @@ class LowBitCache(Cache, PushToHubMixin):
             self._note_or_check_model(tokens)
             if self.read_lengths is not None:
                 self.read_lengths.note(self, tokens)
+            stored = self._first_packed_layer.length.at_least
             if (model := self.model.alive()) is not None:
-                self.positions.note(model, rows, self._first_packed_layer.length.at_least > 0)
+                self.positions.note(model, rows, stored > 0)
+            for memory in self.memories if stored else ():
+                memory.reserve(stored + tokens)  # in all layers, before one of them stores a token
         new = layer is self._first_packed_layer and not layer.is_initialized
         if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
@@ -325,7 +349,12 @@ class LowBitCache(Cache, PushToHubMixin):
             )
         with self.guard.change():
             for layer in itertools.compress(self.layers, able):
-                layer.crop(-count)  # type: ignore[union-attr]
+                if not isinstance(layer, LowBitLayer):
+                    layer.crop(-count)  # type: ignore[union-attr]
+                elif count:
+                    layer.cut(count)
+            if count:
+                self._first_packed_layer.own_pages()
         left = int(self._first_packed_layer.get_seq_length()) if count else None
         if count and self.text is not None:
             self.text = self.text[:, :left]
@@ -337,6 +366,7 @@ class LowBitCache(Cache, PushToHubMixin):
         with self.guard.change():
             for layer in self.packed_layers:
                 layer.remove_newest(tokens, stored)
+            self._first_packed_layer.own_pages()
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
@@ -354,11 +384,16 @@ class LowBitCache(Cache, PushToHubMixin):
             indices = indices.nonzero()[:, 0]
         interrupted = self.guard.changing
         text = None if self.text is None else self.text[indices.to(self.text.device)]
-        # packed layers come first, because they may refuse; some of transformers' layers only have `reorder_cache`
-        for layer in sorted(self.layers, key=lambda layer: not isinstance(layer, LowBitLayer)):
+        changes = [memory.selecting(indices) for memory in self.memories]  # these may refuse
+        self.guard.changing = True  # until all layers have these rows
+        for change in changes:
+            change()
+        for layer in self.layers:
+            if isinstance(layer, LowBitLayer):
+                layer.note_rows(indices)
+                continue
             with writable_anywhere(layer):
-                layer.reorder_cache(indices)
-            self.guard.changing = True  # until all layers have these rows
+                layer.reorder_cache(indices)  # some of transformers' layers have only this method
         self.guard.changing, self.text = interrupted, text
         self.positions.select(indices)
 
@@ -393,7 +428,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
-        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"))
+        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"), self.text)
         if push_to_hub:
             from huggingface_hub import create_repo
 
@@ -532,7 +567,11 @@ class LowBitCache(Cache, PushToHubMixin):
     def _fork(self, contents: Sequence[Contents], max_cache_len: int | None, memo: dict[int, Any]) -> LowBitCache:
         config = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
-        shared = {"text": self.text, "packed_sizes": self.packed_sizes}  # never changed
+        shared = {
+            "_text": self._text,
+            "_embedded_rows": self._embedded_rows,
+            "packed_sizes": self.packed_sizes,
+        }  # never changed
         attributes = {name: value for name, value in self.__dict__.items() if name != "layers" and name not in shared}
         new.__dict__.update(copy.deepcopy(attributes, memo), **shared)
         of_packed = iter(contents)
@@ -544,9 +583,9 @@ class LowBitCache(Cache, PushToHubMixin):
             else resized(layer, self.config, index, max_cache_len)
             for index, layer in enumerate(self.layers)
         ]
-        tables = {paging: each for packed in new.packed_layers for paging, each in packed.tables.items()}
+        memories = {paging: each for packed in new.packed_layers for paging, each in packed.memories.items()}
         for packed in new.packed_layers:
-            packed.guard, packed.tables = new.guard, tables
+            packed.guard, packed.memories = new.guard, memories
         if config is self.config:
             del memo[id(self.config)]  # other objects in the copy are not shared
         return new
@@ -643,7 +682,15 @@ class LowBitCache(Cache, PushToHubMixin):
         first = self._first_packed_layer
         if first.filled_by is None or not int(first.get_seq_length()) or (now := self._snapshot(model)) is None:
             return None
-        return first.filled_by.difference(now)
+        if (reason := first.filled_by.difference(now)) is not None or (was := self._embedded_rows) is None:
+            return reason
+        assert self.text is not None
+        if first.filled_by.running is not None:
+            return None  # the rows are those of the model that the cache was made for
+        model = self.model.alive() if model is None else model
+        if was is EmbeddedRows.of(model) or rows_digest(model, self.text) in (was.digest(self.text), None):
+            return None
+        return "the embedding of a token of the text has other numbers"
 
     def check_model(self, model: Any = None) -> None:
         """Raise `ValueError` if another model, or another adapter, computed the stored tokens (`why_another_model`)."""

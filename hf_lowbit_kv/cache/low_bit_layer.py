@@ -15,11 +15,10 @@ from ..backends import choice
 from ..backends import operations as ops
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
-from ..storage.page_pool import PageTables
 from ..storage.paged_store import PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
+from ..storage.row_memory import RowMemory, fork_stores
 from ..storage.step import StepInputs
-from ..storage.store_forks import fork_stores
 from ..triton_kernels.toolchain import why_gpu_cannot_launch
 from .filled_by import FilledBy, another_model
 from .implementation import ATTENTION_NAME, PACKED, refuse_backward
@@ -112,8 +111,8 @@ class LowBitLayer(CacheLayerMixin):
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
         self.guard = PassGuard()  # `LowBitCache` replaces it by the guard that its layers share
-        #: by paging, the page numbers that a cache's layers share
-        self.tables: dict[Any, PageTables] = {}
+        #: by paging, the memory of the rows, which a cache's layers share
+        self.memories: dict[Any, RowMemory] = {}
         self._forget()
 
     # ---- methods that transformers calls --------------------------------------------------------------------------
@@ -137,15 +136,13 @@ class LowBitLayer(CacheLayerMixin):
         self.spec = choice.storage_spec(self.spec, self.backend)
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         sizes = self.batch_size, heads, *head_dims, self.dtype, self.device, self.length.capacity
-        self.store = PagedStore(self.spec, *sizes, self._records(heads, head_dims), self._shared_tables())
-        self.tables[self.spec.paging] = self.store.tables
+        memory = self.memories.get(self.spec.paging)
+        if memory is not None and memory.tables.rows != self.batch_size:
+            memory = None
+        self.store = PagedStore(self.spec, *sizes, self._records(heads, head_dims), memory)
+        self.memories[self.spec.paging] = self.store.memory
         self.length.place(self.device)
         self.is_initialized = True
-
-    def _shared_tables(self) -> PageTables | None:
-        """The page numbers of another layer with the same paging and number of rows; `None`: there is no such layer."""
-        tables = self.tables.get(self.spec.paging)
-        return tables if tables is not None and tables.rows == self.batch_size else None
 
     def _records(self, heads: int, head_dims: tuple[int, int]) -> list[torch.Tensor]:
         """The records of the layer's parameters on its device, for this process's KV heads (`heads` of them). A growing
@@ -242,20 +239,30 @@ class LowBitLayer(CacheLayerMixin):
         self.length.set(0)
         if not self.length.fixed:
             self.store, self.is_initialized = None, False
-            self.tables.clear()
+            self.memories.clear()
         elif self.store is not None:
             self.store.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens, padding included (the argument is 0 or negative). This is exact
         if they are in the tail. If a packed page becomes partial, its remaining tokens are read back into the tail."""
-        count = self.check_crop(tokens_to_remove)
-        if count == 0 or not self.is_initialized:
+        if count := self.check_crop(tokens_to_remove):
+            self.cut(count)
+            self.own_pages()
+
+    def cut(self, count: int) -> None:
+        """Remove the newest `count` tokens, padding included. When all layers have done so, `own_pages` must follow."""
+        if not self.is_initialized:
             return
         end = self.length.read_count()
         self._shorten(self._padding.real_among_last(count, end), count)
         self._padding.cut(end - count)
         self.length.set(end - count)
+
+    def own_pages(self) -> None:
+        """After tokens were removed from all layers: rows must not pack into pages that others read."""
+        for memory in self.memories.values():
+            memory.own_pages()
 
     def _shorten(self, tokens: int | torch.Tensor, most: int) -> None:
         """Remove each row's newest `tokens` stored tokens, a number or int32 `[B, 1]`, of no row more than `most`."""
@@ -265,10 +272,8 @@ class LowBitLayer(CacheLayerMixin):
         state.length.sub_(tokens).clamp_(min=0)
         if spec.direct:
             state.paged.copy_((state.length - spec.sink).clamp(min=0))
-            store.own_pages()
         elif most > self._in_tail:
             unpack_into_tail(store)
-            store.own_pages()
         self._in_tail = max(self._in_tail - most, 0)
 
     def stored_positions(self) -> torch.Tensor | None:
@@ -281,7 +286,7 @@ class LowBitLayer(CacheLayerMixin):
         self._padding.note(0, stored)
 
     def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
-        """Remove each row's newest tokens, as `crop` does, but keep their positions as padding.
+        """Remove each row's newest tokens, as `cut` does, but keep their positions as padding.
 
         Args:
             tokens: int32 `[B]`, of each row.
@@ -295,16 +300,17 @@ class LowBitLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` `[n]`, in that order."""
+        """Keep the rows `indices` `[n]`, in that order, in all layers that share the memory of these rows."""
         if self.is_initialized:
-            padding = copy.copy(self._padding)
-            padding.select(indices)
-            try:
-                self.store.select_rows(indices.to(self.device))
-            except torch.OutOfMemoryError:
-                self.guard.changing |= self.length.fixed  # written in place; a growing store is unchanged
-                raise
-            self.batch_size, self._padding = self.store.batch_size, padding
+            self.store.memory.select_rows(indices)
+            self.note_rows(indices)
+
+    def note_rows(self, indices: torch.Tensor) -> None:
+        """The store has these rows now."""
+        if self.is_initialized:
+            self.batch_size = self.store.batch_size
+            self._padding = copy.copy(self._padding)
+            self._padding.select(indices)
 
     def fork(self, contents: Contents, memo: dict[int, Any]) -> LowBitLayer:
         """A layer with the same tokens. Data that is only read is shared.
@@ -317,7 +323,7 @@ class LowBitLayer(CacheLayerMixin):
         # all other attributes are never changed, only replaced
         new.__dict__.update(self.__dict__)
         new.store, new.length, new.guard = *contents, copy.deepcopy(self.guard)
-        new.tables = {} if new.store is None else {new.spec.paging: new.store.tables}
+        new.memories = {} if new.store is None else {new.spec.paging: new.store.memory}
         new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
         new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
         return new
@@ -468,13 +474,12 @@ class LowBitLayer(CacheLayerMixin):
         self._in_tail = min(self._in_tail + 1, self.spec.residual)
 
     def _make_room(self, tokens: int, mode: str) -> None:
-        """Count `tokens` more tokens, and see to pages for them."""
+        """Count `tokens` more tokens, and see to pages for them, which a cache has done before its first layer."""
+        if not torch.compiler.is_compiling():
+            self.store.reserve(self.length.at_least + tokens)
+            self._mode, self.guard.changing = mode, True
+            self.guard.passes += self.first_packed
         self.length.add(tokens)
-        if torch.compiler.is_compiling():
-            return
-        self._mode, self.guard.changing = mode, True
-        self.guard.passes += self.first_packed
-        self.store.reserve(self.length.at_least)
 
     def snapshot(self) -> Progress:
         """The rows' counters, for `restore`. Waits for the device."""

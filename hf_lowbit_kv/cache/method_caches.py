@@ -112,8 +112,8 @@ class VecInferCache(LowBitCache):
             paper is "smooth+hadamard"; the default is that of the presets.
 
     Example:
-        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
-        >>> cache = lb.from_preset("million-2", model, calibration=calibration)  # VecInferCache has other pairs of formats
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["vecinfer-2"], samples=2, length=256, progress=False)
+        >>> cache = lb.from_preset("vecinfer-2", model, calibration=calibration)  # VecInferCache has other pairs of formats
     """
 
     def __init__(self, model_or_config: PreTrainedModel | PreTrainedConfig, **options: Unpack[PresetCacheOptions]):

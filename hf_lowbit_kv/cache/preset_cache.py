@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..formats import parse_format
 from ..presets import PresetName, get_preset
 from .cache_options import PresetCacheOptions
+from .length_rope import warn_of_drop
 from .low_bit_cache import LowBitCache
 
 #: fields of a preset that are arguments of `LowBitCache`
@@ -45,6 +46,15 @@ def from_preset(
         >>> cache = lb.from_preset("kivi-4-sink", model, residual=256)
         >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
     """
+    cache = cache_of_preset(name, model_or_config, **overrides)
+    warn_of_drop(cache.model.alive() or model_or_config)
+    return cache
+
+
+def cache_of_preset(
+    name: str, model_or_config: PreTrainedModel | PreTrainedConfig, **overrides: Unpack[PresetCacheOptions]
+) -> LowBitCache:
+    """`from_preset` for code of this package, which does not lose its caches beyond the length that `warn_of_drop` names."""
     return LowBitCache(model_or_config, **{"preset": name, **cache_arguments(name, overrides)})
 
 

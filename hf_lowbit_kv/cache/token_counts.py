@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..storage.process_stamps import Unstamped
-from ..storage.store_forks import copies_of
+from ..storage.row_memory import copies_of
 
 if TYPE_CHECKING:
     from .low_bit_cache import LowBitCache

@@ -79,11 +79,6 @@ class Format(Parametrized, ABC):
         not affect other channels; otherwise one of about as many bits."""
         return self
 
-    @property
-    def calibrated(self) -> Format:
-        """The format whose calibrated parameters this format uses: itself, or another format that it shares them with."""
-        return self
-
     @abstractmethod
     def arrays(
         self, head_dim: int, page_size: int, dtype: torch.dtype

@@ -43,6 +43,12 @@ class ChatPrompt:
         ids = self._written(self.messages, tokenize=True, return_dict=True)["input_ids"]
         return list(ids[0] if isinstance(ids[0], (list, tuple)) else ids)
 
+    @property
+    def text(self) -> str:
+        """The prompt as the template writes it, before it is split into tokens."""
+        text: str = self._written(self.messages, tokenize=False)
+        return text
+
     @functools.cached_property
     def _text(self) -> str:
         return self.tokenizer.decode(self.ids)

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
-import torch
 import transformers
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
+from ..storage.process_stamps import ignore_attributes
 from . import recording
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
@@ -33,6 +33,7 @@ from .whole_prompt import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
+ignore_attributes(_ENABLED, "generate", "_prepare_cache_for_generation", "generation_config")
 
 #: options that every call reads again
 _LIVE = ("calibration", "parameters")
@@ -45,6 +46,7 @@ _ADDED: list[Callable] = []
 def also_override(*functions: Callable) -> None:
     """Override the methods of these names on every model that is enabled later (see `put_on`)."""
     _ADDED.extend(functions)
+    ignore_attributes(*(function.__name__ for function in functions))
 
 
 class _EnabledCall(NamedTuple):
@@ -169,7 +171,7 @@ def enable(
         )
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
-    from_preset(preset, inner, **cache_options)  # raises if the model is not supported
+    cache_of_preset(preset, inner, **cache_options)  # raises if the model is not supported
     options = {name: x if name in _LIVE else _copy_of(x) for name, x in cache_options.items()}
     with kept_caches(inner).lock:  # `lb.generate` in other threads also selects an implementation
         enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
@@ -243,7 +245,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 callers_cache.positions.give_back(self)
             out = original(self, "generate")(*args, **kwargs)
             for prefix_call in call.prefix_calls:
-                prefix_call.end(out if isinstance(out, torch.Tensor) else out.sequences)
+                prefix_call.end(out)
             for cache in call.caches:
                 remember_text(cache, out, call.arguments, self)
             return out
@@ -282,7 +284,7 @@ def _prepare_cache_for_generation(
     enabled = stack[-1]
     # without `call`, the `generate` of the class runs, and nothing would undo the overrides for steps
     if call is None or generation_mode not in ONE_TOKEN or recording.graphs_for(self.device) is None:
-        growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
+        growing = model_kwargs[NAME] = cache_of_preset(enabled.preset, self, **enabled.options)
         if call is not None and generation_mode in ONE_TOKEN:
             call.caches.append(growing)
             _take_prefix(enabled, call, growing, generation_config)

@@ -20,7 +20,7 @@ from ..cache.cache_argument import as_argument
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
@@ -108,7 +108,8 @@ def generate(
         The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
         transformers 5.24) is the cache, which then belongs to the caller.
 
-    Calls from several threads for one model run one after the other. A warning says, before the prompt is read, that
+    Calls from several threads for one model run one after the other, so no processor, criterion or streamer of a call may wait
+    for another thread's call with the same model. A warning says, before the prompt is read, that
     prompt and answer may have more tokens than the model was made for.
 
     Raises:
@@ -192,7 +193,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     cache.check_overrun()
     remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:
-        kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
+        kept_prefix.end(out)
     return out
 
 
@@ -224,7 +225,7 @@ def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: 
     # An empty cache costs about 1 ms and no token memory. Its spec is the key for the lookup.
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
-    new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
+    new = cache_of_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
     return kept_caches(model).acquire((rows, model.dtype, model.device, backend_and_mode), tokens, new)
 
 

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache import cache_contents, saved_cache
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.preset_cache import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
 from ..generation.answer_parser import AnswerParser, read_answer, unshown_tokens
@@ -28,6 +28,7 @@ from ..generation.chat_prompt import ChatPrompt, check_content, check_messages
 from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
 from ..generation.generation_settings import PREALLOCATED, GenerationSettings, setting
+from ..generation.stop_strings import first_stop
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import check_count
@@ -124,7 +125,7 @@ class Chat:
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
         cache_options = options_of_cache(chosen, calibration, options.pop("allow_other_weights", False))
-        self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
+        self.cache: LowBitCache = cache_of_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
         self.finish_reason: FinishReason | None = None
@@ -279,7 +280,7 @@ class Chat:
         ends, strings = self._setting("eos_token_id"), self._setting("stop_strings") or ()
         if written[-1] in (ends if isinstance(ends, (list, tuple)) else [ends]):
             return "stop"
-        if strings and _holds_any(self.tokenizer.decode(written), strings):
+        if first_stop(self.tokenizer.decode(written), strings) is not None:
             return "stop"
         if len(written) >= limit or seconds >= (self._setting("max_time") or float("inf")):
             return "length"
@@ -381,7 +382,8 @@ class Chat:
                 "date": self.date.isoformat(),
             }
             _check_writable(self.messages, {**self.options, "chat_template_kwargs": self.chat_template_kwargs})
-            header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
+            fingerprint = fingerprint_of(unwrap(self.model), "a saved chat")
+            header = saved_cache.header_of(self.cache, fingerprint, self.cache.text)
             contents = cache_contents.take(self.cache)
         saved_cache.write(path, contents, header, {"chat": fields})
 
@@ -415,11 +417,11 @@ class Chat:
         for name, instead in (*of_cache, ("system", "its messages; change chat.messages")):
             if name in options:
                 raise ValueError(f"{name} is not allowed: a saved chat has {instead}")
+        _check_options(unwrap(model), options)
         with saved_cache.opened(folder) as saved:
             fields = saved.description["more"].get("chat")
             if fields is None:
                 raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
-            _check_options(unwrap(model), options)
             if max_length is not None and (stored := saved_cache.stored_tokens(saved.description)) > max_length:
                 raise ValueError(
                     f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
@@ -533,10 +535,6 @@ def _most_tokens(options: Mapping[str, Any], room: int) -> int:
         if limit is not None:
             return int(limit)
     return room
-
-
-def _holds_any(text: str, strings: str | Sequence[str]) -> bool:
-    return any(each in text for each in ([strings] if isinstance(strings, str) else strings))
 
 
 class _Question(NamedTuple):

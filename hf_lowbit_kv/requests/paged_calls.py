@@ -20,10 +20,13 @@ from ..generation.enable import enable as enable
 from ..generation.generation_settings import check_served, check_values
 from ..generation.overriding import original
 from ..presets import get_preset
+from ..storage.process_stamps import ignore_attributes
 from .pool_models import empty_caches
 
 #: releases of transformers whose continuous batching `continuous_batching.py` was written for
 SUPPORTED = ("5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
+#: attribute of a model in which transformers keeps a manager
+_MANAGER = "_cached_continuous_batching_manager"
 #: settings that continuous batching would ignore -> what to do instead
 _NOT_SERVED = dict.fromkeys(
     (
@@ -66,7 +69,7 @@ def init_continuous_batching(
     enabled = enabled_for(self)
     if enabled is None:  # a copy of an enabled model
         return original(self, "init_continuous_batching")(generation_config, continuous_batching_config, workload_hints)
-    kept = getattr(self, "_cached_continuous_batching_manager", None)
+    kept = getattr(self, _MANAGER, None)
     if isinstance(kept, PackedManager) and kept.made_for is enabled:
         return kept
     if kept is not None:
@@ -139,3 +142,4 @@ def _check_generation(model: Any, config: Any) -> None:
 
 
 also_override(init_continuous_batching, generate_batch)
+ignore_attributes(_MANAGER)

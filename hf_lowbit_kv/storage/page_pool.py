@@ -101,14 +101,15 @@ def locate(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.nd
 # ---- pages of a batch --------------------------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """How a version of `PageTables` differs from the one before."""
+class Numbers(NamedTuple):
+    """The page numbers that a batch is about to have (`PageTables`)."""
 
-    chosen: np.ndarray | None
-    """int64 `[B]`: row `b` was row `chosen[b]`; `None`: rows are where they were"""
-    entries: tuple[np.ndarray, np.ndarray]
-    """int64 `[n]`, `[n]`: row and column of entries that name another page"""
-    copied: tuple[np.ndarray, np.ndarray]
+    slabs: list[Slab]
+    table: np.ndarray
+    """int32 `[B, P]`"""
+    rows: np.ndarray | None = None
+    """int64 `[B]`: row `b` was row `rows[b]`; `None`: rows are where they were"""
+    copied: tuple[np.ndarray, np.ndarray] = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     """int64 `[m]`, `[m]`: pages that are not full, and the pages that get their bytes"""
 
 
@@ -116,8 +117,8 @@ class PageTables(PageUser):
     """The page numbers of a batch, for all layers of a cache that have the same paging.
 
     Every entry of `table` names a page. Those before the end of a row's full pages may be shared. All others belong to the row
-    only, because later tokens are packed there. Numbers count through `slabs`. Layers do the same things one by one: the first
-    one of them changes the numbers, and the others follow (`version`).
+    only, because later tokens are packed there. Numbers count through `slabs`. Methods return new numbers, and `set` makes
+    them the present ones, so that the layers' memory can be allocated in between (`RowMemory`).
 
     Args:
         rows: sequences of the batch.
@@ -129,17 +130,14 @@ class PageTables(PageUser):
         self.slabs: list[Slab] = []
         #: int32 `[B, P]`. Never changed in place
         self.table = np.zeros((rows, 0), dtype=np.int32)
-        self.version = 0
-        self.change = Change(None, _NO_ENTRIES, _NO_ENTRIES)
-        self.widen(pages)
+        self.set(self.widened(pages))
 
     def __getstate__(self):
-        return self.slabs, self.table, self.version, self.change
+        return Numbers(self.slabs, self.table)
 
-    def __setstate__(self, state):
+    def __setstate__(self, numbers):
         PageUser.__init__(self)
-        self.slabs, self.table, self.version, self.change = state
-        self._count()
+        self.set(numbers)
 
     @property
     def rows(self) -> int:
@@ -159,18 +157,32 @@ class PageTables(PageUser):
                 for slab, counts in self.acquired.items()
             )
 
-    def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return locate(self.slabs, numbers)
+    def set(self, numbers: Numbers) -> None:
+        """Have these page numbers, and references to their pages."""
+        self.slabs, self.table = numbers.slabs, numbers.table
+        counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.slabs))).astype(np.int32)
+        parts = np.split(counts, np.cumsum([len(slab) for slab in self.slabs])[:-1])
+        self.set_references(dict(zip(self.slabs, parts, strict=True)))
 
-    def widen(self, pages: int) -> None:
-        """Give every row this many more pages, in one new slab."""
+    def entries(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
+        """int64 `[n]` each: row and column of the entries that will name another page than they do now, or that their row's
+        entries do now."""
+        before = self.table if numbers.rows is None else self.table[numbers.rows]
+        changed = np.ones(numbers.table.shape, dtype=bool)
+        if numbers.slabs[: len(self.slabs)] == self.slabs:  # otherwise numbers mean other pages
+            changed[:, : self.width] = before != numbers.table[:, : self.width]
+        rows, columns = changed.nonzero()
+        return rows, columns
+
+    def widened(self, pages: int) -> Numbers:
+        """Every row has this many more pages, in one new slab."""
         slab, first = Slab(self.rows * pages), sum(map(len, self.slabs))
         new = np.arange(first, first + len(slab), dtype=np.int32).reshape(self.rows, pages)
-        self._set([*self.slabs, slab], np.concatenate([self.table, new], axis=1))
+        return Numbers([*self.slabs, slab], np.concatenate([self.table, new], axis=1))
 
-    def select_rows(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> None:
-        """Replace row `b` by row `rows[b]` and share its full pages. Give every other entry a page of its own; a partial page
-        is copied into it.
+    def selected(self, paged: np.ndarray, page_size: int, rows: np.ndarray | None = None) -> Numbers:
+        """Row `b` is row `rows[b]` and shares its full pages. Every other entry has a page of its own; a partial page is copied
+        into it.
 
         Args:
             paged: int64 `[B]`: tokens in pages of each new row.
@@ -185,19 +197,16 @@ class PageTables(PageUser):
         column = paged[opened] // page_size
         source, target = before[opened, column], table[opened, column]
         copied = source[source != target].astype(np.int64), target[source != target].astype(np.int64)
-        self._set(slabs, table, rows, copied)
+        return Numbers(slabs, table, rows, copied)
 
-    def reset(self) -> None:
-        """Nothing is stored: release what others use, and leave slabs that belong to others."""
+    def emptied(self) -> Numbers:
+        """Nothing is stored: without pages that others use, and without slabs that belong to others."""
         slabs = [slab for slab in self.slabs if slab.owner is self]
-        all_mine = len(slabs) == len(self.slabs)
-        table = self.table if all_mine else np.full_like(self.table, -1)
-        slabs, new = self._owned(slabs, table, np.zeros(table.shape, dtype=bool))
-        if not all_mine or not np.array_equal(new, table):
-            self._set(slabs, new, everything=not all_mine)
+        table = self.table if len(slabs) == len(self.slabs) else np.full_like(self.table, -1)
+        return Numbers(*self._owned(slabs, table, np.zeros(table.shape, dtype=bool)))
 
-    def adopt(self, slabs: Sequence[Slab], ids: np.ndarray, adopted: np.ndarray) -> None:
-        """Nothing is stored. Use pages of these slabs.
+    def adopting(self, slabs: Sequence[Slab], ids: np.ndarray, adopted: np.ndarray) -> Numbers:
+        """Nothing is stored, and pages of these slabs are used.
 
         Args:
             ids: int64 `[B, P]`: page numbers through these slabs.
@@ -208,26 +217,21 @@ class PageTables(PageUser):
         own = max(count, 0 if adopted.any() else 1)  # without rows, too, there is a slab
         table = np.where(adopted, ids + own, 0).astype(np.int32)
         table[~adopted] = np.arange(count)
-        self._set([*([Slab(own)] if own else []), *slabs], table, everything=True)
+        return Numbers([*([Slab(own)] if own else []), *slabs], table)
 
     def fork(self, n: int, full: np.ndarray, width: int) -> list[PageTables]:
         """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row."""
         adopted = np.arange(width) < full[:, None]
         ids = np.zeros(adopted.shape, dtype=np.int64)
         ids[:, : self.width] = self.table[:, :width]
-        slab, index = self.locate(ids)
+        slab, index = locate(self.slabs, ids)
         used = np.unique(slab[adopted])
         firsts = np.zeros(len(self.slabs), dtype=np.int64)
         firsts[used] = np.cumsum([0, *(len(self.slabs[each]) for each in used)])[:-1]
         forks = [PageTables(self.rows, 0) for _ in range(n)]
         for fork in forks:
-            fork.adopt([self.slabs[each] for each in used], firsts[slab] + index, adopted)
+            fork.set(fork.adopting([self.slabs[each] for each in used], firsts[slab] + index, adopted))
         return forks
-
-    def undo(self, before: tuple) -> None:
-        """Return to an earlier state (`__getstate__`)."""
-        self.slabs, self.table, self.version, self.change = before
-        self._count()
 
     def _owned(self, slabs: list[Slab], table: np.ndarray, full: np.ndarray) -> tuple[list[Slab], np.ndarray]:
         """Return slabs and a table. Entries outside `full` get exclusive pages: the present page if possible (-1: none),
@@ -257,31 +261,6 @@ class PageTables(PageUser):
             if slab.owner is not self:
                 return np.zeros(len(slab), dtype=bool)
             return slab.references == self.acquired[slab]
-
-    def _set(
-        self,
-        slabs: list[Slab],
-        table: np.ndarray,
-        chosen: np.ndarray | None = None,
-        copied: tuple[np.ndarray, np.ndarray] | None = None,
-        everything: bool = False,
-    ) -> None:
-        before = self.table if chosen is None else self.table[chosen]
-        changed = np.ones(table.shape, dtype=bool)
-        if not everything and len(before) == len(table):
-            changed[:, : before.shape[1]] = before != table[:, : before.shape[1]]
-        entries = changed.nonzero()
-        self.slabs, self.table, self.version = slabs, table, self.version + 1
-        self.change = Change(chosen, (entries[0], entries[1]), copied or _NO_ENTRIES)
-        self._count()
-
-    def _count(self) -> None:
-        counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.slabs))).astype(np.int32)
-        parts = np.split(counts, np.cumsum([len(slab) for slab in self.slabs])[:-1])
-        self.set_references(dict(zip(self.slabs, parts, strict=True)))
-
-
-_NO_ENTRIES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 
 # ---- pages of requests -------------------------------------------------------------------------------------------------

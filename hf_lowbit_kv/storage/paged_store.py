@@ -11,25 +11,24 @@ pages depend only on its tokens.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .layer_spec import LayerSpec
-from .page_pool import PageTables, Slab, upload
+from .page_pool import Slab
+
+if TYPE_CHECKING:
+    from .row_memory import RowMemory
 
 #: fields of `LayerState` that operations never change
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
 #: numbers of `LayerState.scratch` for each row and KV head
 SCRATCH = 32
-#: pages per row of a slab that a growing cache adds
-SLAB_PAGES_PER_ROW = 8
 
 
 class LayerState(NamedTuple):
@@ -147,12 +146,12 @@ class LayerStore:
 
 
 class PagedStore(LayerStore):
-    """Owns a layer's `LayerState`: allocation, growth, sharing of pages between rows, and byte counts.
+    """Owns a layer's `LayerState`. `RowMemory` changes which pages its rows have.
 
     Args:
         capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs.
         parameters: the layer's records, see `LayerState`.
-        tables: page numbers, which layers with the same paging share; `None`: of this layer only.
+        memory: that of the rows, which layers with the same paging share; `None`: it is of this layer only.
     """
 
     # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
@@ -168,8 +167,10 @@ class PagedStore(LayerStore):
         device: torch.device | str,
         capacity: int | None = None,
         parameters: Sequence[torch.Tensor] = (),
-        tables: PageTables | None = None,
+        memory: RowMemory | None = None,
     ):
+        from .row_memory import RowMemory  # which imports this file
+
         def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*sizes, dtype=dtype, device=device)
 
@@ -192,10 +193,8 @@ class PagedStore(LayerStore):
         )
         super().__init__(state, spec)
         self.capacity = capacity
-        self.tables = tables or PageTables(batch_size, max(spec.pages_for(capacity or 0), 1))
-        self._slabs: list[Slab] = []  # those of `state.pool`
-        self._version = -1  # that of the tables when `_follow` last ran
-        self._follow()
+        self.memory = memory or RowMemory.of(spec, batch_size, capacity)
+        self.memory.join(self)
 
     # ---- capacity -------------------------------------------------------------------------------------------------
 
@@ -212,125 +211,33 @@ class PagedStore(LayerStore):
     def num_pages(self) -> int:
         return sum(slab.shape[0] for slab in self.state.pool)
 
-    def _new_slab(self, pages: int) -> torch.Tensor:
+    def new_slab(self, pages: int) -> torch.Tensor:
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
 
-    def width_for(self, length: int) -> int:
-        """Pages per row, as a growing store adds them, for rows of `length` tokens."""
-        missing = max(self.spec.pages_for(length) - self.pages_per_row, 0)
-        return self.pages_per_row + -(-missing // SLAB_PAGES_PER_ROW) * SLAB_PAGES_PER_ROW
-
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. A growing store adds slabs; a preallocated store has the room
-        already."""
-        if self.capacity is None and self.spec.pages_for(length) > self.pages_per_row:
-            self.widen(self.width_for(length))
+        """Make room for rows of `length` tokens, in all layers of the rows."""
+        self.memory.reserve(length)
 
-    def widen(self, pages: int) -> None:
-        """Give every row at least this many pages; works for a preallocated store too. Packed tokens are not copied."""
-        with self._changing():
-            if pages > self.tables.width:
-                self.tables.widen(pages - self.tables.width)
-            self._follow()
+    # ---- tensors --------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
-    def adopt(
-        self,
-        memory: Sequence[torch.Tensor],
-        slabs: Sequence[Slab] | None,
-        table: np.ndarray,
-        adopted: np.ndarray,
-        width: int,
-    ) -> None:
-        """Attach slabs that hold packed pages to a growing store whose rows are empty.
-
-        Args:
-            memory: the slabs' pages, uint8 `[n, H, page_bytes]` each.
-            slabs: their reference counts; `None`: nobody else uses these slabs.
-            table: int64 `[B, P]`: page numbers, counted through these slabs.
-            adopted: bool `[B, P]`: entries that use a page of `slabs`; the others get a page of a new slab.
-            width: pages of each row.
-        """
-        with self._changing() as first:
-            if first:
-                full = np.zeros((self.batch_size, max(width, self.tables.width)), dtype=bool)
-                ids = full.astype(np.int64)
-                full[:, : adopted.shape[1]], ids[:, : table.shape[1]] = adopted, table
-                self.tables.adopt(slabs or [Slab(len(pages)) for pages in memory], ids, full)
-            named = self.tables.slabs[-len(memory) :]
-            self._follow(dict(zip(named, memory, strict=True)))
-
-    # ---- page numbers ---------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[bool]:
-        """Context in which page numbers change if this layer is the first of those that share them; yields whether it is. If
-        memory runs out, the old numbers are restored."""
-        before, first = self.tables.__getstate__(), self._version == self.tables.version
-        try:
-            yield first
-        except BaseException:
-            if first:
-                self.tables.undo(before)
-            raise
-
-    @torch.inference_mode(False)
-    def _follow(
-        self,
-        memory: dict[Slab, torch.Tensor] | None = None,
-        chosen: torch.Tensor | None = None,
-        windows: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Update slabs, page table and addresses after `tables` has changed. Everything is allocated before a growing store
-        changes: memory may run out, and stored tokens must stay readable.
-
-        Args:
-            memory: pages of the slabs that are allocated already; the others are allocated here.
-            chosen: int64 `[new B]`, the old row of each row, if rows were selected.
-            windows: the other tensors of these rows, by field of `LayerState`.
-        """
-        tables, state, change = self.tables, self.state, self.tables.change
-        if self._version == tables.version:
-            return
-        known = dict(zip(self._slabs, state.pool, strict=True)) | (memory or {})
-        pool = []
-        for slab in tables.slabs:  # a comprehension would keep the store alive in the traceback, if memory runs out
-            pool.append(known[slab] if slab in known else self._new_slab(len(slab)))
-        is_next_version = self._version == tables.version - 1 and (chosen is None) == (change.chosen is None)
-        in_place = self.capacity is not None and state.page_table.shape == tables.table.shape
-        if is_next_version and chosen is None and tables.slabs == self._slabs and not len(change.entries[0]):
-            self._version = tables.version  # nothing to write: most crops change no page number
-            return
-        entries = change.entries if is_next_version else tuple(np.indices(tables.table.shape).reshape(2, -1))
-        written = self._table_entries(pool, *entries)
-        new = [
-            _resized(tensor, tables.table.shape, chosen if is_next_version else None, in_place)
-            for tensor in (state.page_table, state.page_address)
-        ]
-        for tensor, numbers in zip(new, written[2:], strict=True):
-            tensor[written[0], written[1]] = numbers.to(tensor.dtype)
-        if is_next_version and len(change.copied[0]):
-            source, target = (upload(ids, self.device) for ids in change.copied)
-            write_pages(pool, target, read_pages(pool, source))
-        replaced: dict[str, Any] = {"page_table": new[0], "page_address": new[1], **(windows or {})}
-        if in_place:
-            for name, tensor in replaced.items():
-                if tensor is not getattr(state, name):
-                    getattr(state, name).copy_(tensor)
-            replaced = {}
-        if replaced or len(pool) != len(state.pool) or any(map(operator.is_not, pool, state.pool)):
-            self.state = state._replace(pool=pool, **replaced)
+    def set_state(self, state: LayerState) -> None:
+        """Have these tensors. A preallocated store keeps its own where the new ones have their shape, and copies."""
+        replaced: dict[str, Any] = {}
+        for name, new in state._asdict().items():
+            old = getattr(self.state, name)
+            if isinstance(new, list):
+                if len(new) != len(old) or any(map(operator.is_not, new, old)):
+                    replaced[name] = new
+            elif self.capacity is not None and new.shape == old.shape:
+                if new is not old:
+                    old.copy_(new)
+            elif new is not old:
+                replaced[name] = new
+        if replaced:
+            self.state = self.state._replace(**replaced)
             if self.capacity is not None:
                 self._mark_static()
-        self.batch_size, self._slabs, self._version = tables.rows, list(tables.slabs), tables.version
-
-    def _table_entries(self, pool: list[torch.Tensor], rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
-        """For entries of the page table, int64 `[4, n]` on the device: row, column, page number, address in bytes."""
-        numbers = self.tables.table[rows, columns]
-        slab, index = self.tables.locate(numbers)
-        starts = np.array([each.data_ptr() - pool[0].data_ptr() for each in pool], dtype=np.int64)
-        sizes = np.array([each.stride(0) for each in pool], dtype=np.int64)
-        return upload(np.stack([rows, columns, numbers, starts[slab] + sizes[slab] * index]), self.device)
+        self.batch_size = len(self.state.length)
 
     def _mark_static(self) -> None:
         for tensor in self.state.tensors():
@@ -339,10 +246,16 @@ class PagedStore(LayerStore):
     def __setstate__(self, attributes):
         # a copy has other addresses: copy.deepcopy and pickle both come here
         super().__setstate__(attributes)
-        self._version = -1
-        self._follow()
+        self.memory.join(self)
 
-    # ---- rows -----------------------------------------------------------------------------------------------------
+    def fork(self, state: LayerState, memory: RowMemory) -> PagedStore:
+        """A store with these tensors, of these rows. The caller adds it to the memory."""
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.capacity, new.state, new.memory = memory.capacity, state, memory
+        if memory.capacity is not None:
+            new._mark_static()
+        return new
 
     def reset(self) -> None:
         """Forget all tokens, but keep the memory and its addresses."""
@@ -351,48 +264,7 @@ class PagedStore(LayerStore):
         state.paged.zero_()
         state.lost.zero_()
         state.scratch.zero_()  # an interrupted launch may have left its counts
-        with self._changing() as first:
-            if first:
-                self.tables.reset()
-            self._follow()
-
-    @torch.inference_mode(False)
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and a partial page are copied.
-
-        After its shared pages a row's table names free pages, which no row uses. Waits for the device, once for all layers
-        that share page numbers.
-        """
-        state, rows = self.state, rows.to(self.device).clone()  # inference tensors cannot index outside it
-        if self.capacity is not None and len(rows) != self.batch_size:
-            raise ValueError(
-                f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.batch_size} rows; "
-                f"{len(rows)} were requested. Use a growing cache, or repeat the prompt before the first call."
-            )
-        with self._changing() as first:
-            if first:
-                numbers = torch.cat([rows.long(), state.paged[:, 0].long()]).cpu().numpy()
-                chosen, paged = numbers[: len(rows)], numbers[len(rows) :]
-                self.tables.select_rows(paged[chosen], self.spec.page_size, chosen)
-            names = ("sink_k", "sink_v", "tail_k", "tail_v", "length", "paged", "lost")
-            windows = {name: getattr(state, name)[rows] for name in names}
-            if len(rows) != self.batch_size:
-                windows["scratch"] = state.scratch.new_zeros(len(rows) * self.num_heads * SCRATCH + 1)
-            self._follow(chosen=rows, windows=windows)
-
-    @torch.inference_mode(False)
-    def own_pages(self) -> None:
-        """Give each table entry that names no full page a page that no other row refers to. Needed after `paged` was
-        lowered, because later tokens are packed there. Waits for the device where pages are shared."""
-        with self._changing() as first:
-            if first and not self.tables.exclusive:
-                paged = self.state.paged[:, 0].cpu().numpy().astype(np.int64)
-                self.tables.select_rows(paged, self.spec.page_size)
-            self._follow()
-
-    def write_pages(self, ids: torch.Tensor, contents: torch.Tensor) -> None:
-        """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
-        write_pages(self.state.pool, ids, contents)
+        self.memory.reset()
 
     # ---- counting -------------------------------------------------------------------------------------------------
 
@@ -401,7 +273,7 @@ class PagedStore(LayerStore):
         without tokens, tables and counters). Shared pages count once. If several stores share them, they count in the
         store that owns their slab. Reads lengths from the device."""
         state = self.state
-        slabs = [memory for memory, slab in zip(state.pool, self._slabs, strict=True) if self._owns(slab)]
+        slabs = [memory for memory, slab in zip(state.pool, self.memory.tables.slabs, strict=True) if self._owns(slab)]
         records = [record for record in state.parameters if _counts_in(record, self)]
         other = [*state.pool, *state.parameters]
         total = sum(tensor.nbytes for tensor in [*state.tensors(), *slabs, *records]) - sum(x.nbytes for x in other)
@@ -415,7 +287,7 @@ class PagedStore(LayerStore):
         return stored | {"unused": total - sum(stored.values())}
 
     def _owns(self, slab: Slab) -> bool:
-        return slab.owner is self.tables
+        return slab.owner is self.memory.tables
 
     def stored_bytes(self) -> int:
         """Bytes of pages in use, window and parameters. Shared bytes that count in another store are included."""
@@ -427,7 +299,7 @@ class PagedStore(LayerStore):
         state, spec = self.state, self.spec
         used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
         ids = torch.unique(state.page_table[used]).long()
-        if only_owned and not all(owned := list(map(self._owns, self._slabs))):
+        if only_owned and not all(owned := list(map(self._owns, self.memory.tables.slabs))):
             lengths = torch.tensor([len(slab) for slab in state.pool])
             ids = ids[torch.tensor(owned).repeat_interleave(lengths).to(self.device)[ids]]
         pages, head_dims = ids.numel() * self.num_heads, (self.head_dim_k, self.head_dim_v)
@@ -456,31 +328,27 @@ def _counts_in(record: torch.Tensor, store: PagedStore) -> bool:
     return next((reader() for reader in _readers.get(record) or ()), store) is store
 
 
-def _resized(tensor: torch.Tensor, shape: tuple[int, ...], chosen: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-    """Rows `chosen` (`None`: all) of a page table or of addresses `[B, P]`, zero-padded to `shape`. in_place: `tensor` itself
-    may be returned."""
-    new = tensor if chosen is None else tensor[chosen]
-    if new.shape == shape:
-        return new if in_place or new is not tensor else new.clone()
-    wide = new.new_zeros(shape)
-    if len(new) == len(wide):
-        width = min(new.shape[1], shape[1])
-        wide[:, :width] = new[:, :width]
-    return wide
-
-
-def write_pages(pool: list[torch.Tensor], ids: torch.Tensor, contents: torch.Tensor) -> None:
-    """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
+def page_writes(
+    pool: list[torch.Tensor], ids: torch.Tensor, contents: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Slab, index and contents of the writes that put `contents`, uint8 `[n, H, page_bytes]`, into the pages `ids` `[n]`. The
+    writes then allocate nothing."""
     ids = ids.long()
-    first, parts = 0, []
+    first, writes = 0, []
     for slab in pool:
         in_slab = slice(None) if len(pool) == 1 else (ids >= first) & (ids < first + slab.shape[0])
         part = contents[in_slab]
         pair, words = (slab, part), (words_of(slab), words_of(part))
-        parts.append((words if words[0].dtype == words[1].dtype else pair, ids[in_slab] - first))
+        target, new = words if words[0].dtype == words[1].dtype else pair
+        writes.append((target, ids[in_slab] - first, new))
         first += slab.shape[0]
-    for (slab, part), index in parts:  # nothing is allocated between writes
-        slab[index] = part
+    return writes
+
+
+def write_pages(pool: list[torch.Tensor], ids: torch.Tensor, contents: torch.Tensor) -> None:
+    """Write `contents`, uint8 `[n, H, page_bytes]`, to the pages `ids` `[n]`."""
+    for slab, index, new in page_writes(pool, ids, contents):
+        slab[index] = new
 
 
 def words_of(pages: torch.Tensor) -> torch.Tensor:

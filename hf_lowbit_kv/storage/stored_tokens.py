@@ -13,7 +13,8 @@ import torch
 
 from .layer_spec import LayerSpec
 from .page_pool import Slab
-from .paged_store import LayerStore, PagedStore, read_pages
+from .paged_store import LayerStore, PagedStore, read_pages, write_pages
+from .row_memory import RowMemory
 
 #: number of pages that `in_layout_of` converts at a time. Meanwhile each code takes about eight bytes
 PAGES_AT_ONCE = 64
@@ -98,7 +99,7 @@ def take_tokens(
         sink = slice(min(lengths[row], spec.sink))
         sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
         tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
-    page_counts = list(store.tables.slabs) if shared and isinstance(store, PagedStore) else None
+    page_counts = list(store.memory.tables.slabs) if shared and isinstance(store, PagedStore) else None
     return StoredTokens(slabs, out, paged, sinks, tails, page_counts)
 
 
@@ -143,24 +144,34 @@ def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) 
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def put_tokens(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places] | None = None) -> None:
-    """Put these tokens into an empty store, in which they fit.
+def put_tokens(stores: Sequence[PagedStore], tokens: Sequence[StoredTokens]) -> None:
+    """Put these tokens into the empty stores of a cache's layers, in which they fit."""
+    known: dict[Any, _Places] = {}
+    by_memory: dict[RowMemory, list[tuple[PagedStore, StoredTokens]]] = {}
+    for store, of_store in zip(stores, tokens, strict=True):
+        by_memory.setdefault(store.memory, []).append((store, of_store))
+    for memory, layers in by_memory.items():
+        of_first, adopted = layers[0][1], _places(*layers[0], known).adopted
+        # a row may have more pages than its length needs: after `crop`, tokens stay in pages that would be in the tail
+        width = max(memory.width_for(max(of_first.lengths)), of_first.table.shape[1])
+        adopts = memory.capacity is None and bool(adopted.any())
+        if adopts:
+            slabs = of_first.shared or [Slab(len(pages)) for pages in of_first.slabs]
+            pages = {store: of_store.slabs for store, of_store in layers}
+            memory.adopt(
+                [pages[store] for store in memory.stores], slabs, of_first.table.numpy(), adopted.numpy(), width
+            )
+        else:
+            memory.widen(width if memory.capacity is None else of_first.table.shape[1])
+        for store, of_store in layers:
+            _fill(store, of_store, _places(store, of_store, known), adopts)
 
-    Args:
-        known: results of `_places` for other layers of the same cache; new ones are added.
-    """
-    places = _places(store, tokens, {} if known is None else known)
-    # a row may have more pages than its length needs: after `crop`, tokens stay in pages that would be in the tail
-    pages, width = places.copied, max(store.width_for(max(tokens.lengths)), tokens.table.shape[1])
-    if store.capacity is None and bool(places.adopted.any()):
-        store.adopt(tokens.slabs, tokens.shared, tokens.table.numpy(), places.adopted.numpy(), width)
-        pages = places.opened
-    else:
-        store.reserve(max(tokens.lengths))
-        store.widen(tokens.table.shape[1])
-    rows, entries, sources = pages
+
+def _fill(store: PagedStore, tokens: StoredTokens, places: _Places, adopted: bool) -> None:
+    """Copy into a store what it does not read in place. adopted: whether it reads full pages in place."""
+    rows, entries, sources = places.opened if adopted else places.copied
     if len(rows):
-        store.write_pages(store.state.page_table[rows, entries], read_pages(tokens.slabs, sources))
+        write_pages(store.state.pool, store.state.page_table[rows, entries], read_pages(tokens.slabs, sources))
     state = store.state
     for row, (sink, tail) in enumerate(zip(tokens.sinks, tokens.tails, strict=True)):
         for window, new in zip((state.sink_k, state.sink_v), sink, strict=True):

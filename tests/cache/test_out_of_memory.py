@@ -1,13 +1,17 @@
-"""Memory runs out while a growing cache grows, at each allocation in turn: layers read back what they stored, and the next pass
-is refused as after any that was interrupted."""
+"""Memory runs out while a growing cache grows, at each allocation in turn.
+
+Pages of all layers are allocated before a layer changes, so the text goes on when there is memory again. Where layers have
+changed before, they read back what they stored, and the next pass is refused as after any that was interrupted."""
 
 import copy
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from cases import filled, left_padded, next_logits, tiny_models
 from marked import slow_case
 from sequence_operations import Setting
 from sequences import Machine
@@ -15,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.storage.paged_store import PagedStore
+from hf_lowbit_kv.storage.row_memory import RowMemory
 
 LAYERS = 2
 #: with a tail, and straight into pages
@@ -38,9 +43,9 @@ class OutOfMemory(TorchDispatchMode):
         return out
 
 
-def _fail(monkeypatch, method: str, chosen: Callable[[PagedStore], bool], mode: OutOfMemory) -> None:
-    """Memory runs out inside `method` of the store that is chosen."""
-    work = getattr(PagedStore, method)
+def _fail(monkeypatch, cls: type, method: str, chosen: Callable[[Any], bool], mode: OutOfMemory) -> None:
+    """Memory runs out inside `method` of the object that is chosen."""
+    work = getattr(cls, method)
 
     def short_of_memory(self, *args, **kwargs):
         if not chosen(self):
@@ -48,7 +53,7 @@ def _fail(monkeypatch, method: str, chosen: Callable[[PagedStore], bool], mode: 
         with mode:
             return work(self, *args, **kwargs)
 
-    monkeypatch.setattr(PagedStore, method, short_of_memory)
+    monkeypatch.setattr(cls, method, short_of_memory)
 
 
 def _machine(kind: str, residual: int, tokens: int = 120) -> Machine:
@@ -92,14 +97,20 @@ def _completed(work: Callable[[], None]) -> bool:
     return True
 
 
-def _short_of_memory(
-    machine: Machine, layer: int, method: str, fails: int, work: Callable[[], None]
-) -> OutOfMemory | None:
-    """Do `work` while memory runs out at allocation number `fails` in that method of a layer's store. `None`: it failed."""
-    mode, store = OutOfMemory(fails), machine.text.cache.layers[layer].store
+def _short_of_memory(method: str, fails: int, work: Callable[[], None]) -> OutOfMemory | None:
+    """Do `work` while memory runs out at allocation number `fails` in that method of the rows' memory. `None`: it failed."""
+    mode = OutOfMemory(fails)
     with pytest.MonkeyPatch.context() as patch:
-        _fail(patch, method, lambda each: each is store, mode)
+        _fail(patch, RowMemory, method, lambda memory: True, mode)
         return mode if _completed(work) else None
+
+
+def _goes_on(machine: Machine) -> None:
+    """No layer has changed: the text continues."""
+    _check_layers(machine)
+    machine.append(40, "left")
+    machine.check_stored(machine.text)
+    machine.text.cache.reset()
 
 
 def _is_next(made: Iterator[int], number: int, store: PagedStore) -> bool:
@@ -118,17 +129,14 @@ parametrized = pytest.mark.parametrize(("kind", "residual"), KINDS)
 @torch.no_grad()
 def test_a_longer_text(kind, residual):
     filled = _machine(kind, residual)
-    for layer in _layers(kind):
-        for fails in itertools.count():
-            machine = _again(filled)
-            mode = _short_of_memory(machine, layer, "reserve", fails, partial(machine.append, 300, ""))
-            if mode is not None:
-                break
-            # layers in front have stored the chunk, this one and those after it have not
-            assert [rows[0].length > 120 for rows in machine.text.layers][: layer + 1] == [True] * layer + [False]
-            _check_layers(machine)
-            _refused_until_reset(machine)
-        assert fails == mode.allocations > 2
+    for fails in itertools.count():
+        machine = _again(filled)
+        mode = _short_of_memory("reserve", fails, partial(machine.append, 300, ""))
+        if mode is not None:
+            break
+        assert [rows[0].length > 120 for rows in machine.text.layers] == [False] * len(_layers(kind))
+        _goes_on(machine)
+    assert fails == mode.allocations > 2 * len(_layers(kind))
 
 
 @parametrized
@@ -138,7 +146,7 @@ def test_the_first_tokens(kind, residual):
         for fails in itertools.count():
             machine, mode, made = _machine(kind, residual, tokens=0), OutOfMemory(fails), itertools.count()
             with pytest.MonkeyPatch.context() as patch:
-                _fail(patch, "__init__", partial(_is_next, made, layer), mode)
+                _fail(patch, PagedStore, "__init__", partial(_is_next, made, layer), mode)
                 if _completed(partial(machine.append, 50, "")):
                     break
             _check_layers(machine)
@@ -164,27 +172,15 @@ ROWS = {"more": [0, 0, 1, 1, 1], "as-many": [1, 0]}
 )
 @torch.no_grad()
 def test_rows_are_chosen(kind, residual, rows):
-    rows = ROWS[rows]
     filled = _machine(kind, residual)
-    for layer in _layers(kind):
-        for fails in itertools.count():
-            machine = _again(filled)
-            cache = machine.text.cache
-            mode = _short_of_memory(
-                machine, layer, "select_rows", fails, partial(cache.reorder_cache, torch.tensor(rows))
-            )
-            if mode is not None:
-                break
-            for index, own in enumerate(machine.text.layers):
-                if index < layer:
-                    machine.text.layers[index] = [own[row] for row in rows]
-            _check_layers(machine)
-            if layer:
-                _refused_until_reset(machine)
-            else:  # no layer has chosen rows
-                machine.append(40, "left")
-                machine.check_stored(machine.text)
-        assert fails == mode.allocations > 2
+    for fails in itertools.count():
+        machine = _again(filled)
+        chosen = partial(machine.text.cache.reorder_cache, torch.tensor(ROWS[rows]))
+        mode = _short_of_memory("selecting", fails, chosen)
+        if mode is not None:
+            break
+        _goes_on(machine)
+    assert fails == mode.allocations > 2 * len(_layers(kind))
 
 
 @parametrized
@@ -193,16 +189,15 @@ def test_rows_that_share_pages_are_cropped(kind, residual):
     """Each row then needs a page of its own, and there may be none."""
     filled = _machine(kind, residual, tokens=250)
     filled.repeat(3)
-    for layer in _layers(kind):
-        for fails in itertools.count():
-            machine = _again(filled)
-            mode = _short_of_memory(machine, layer, "own_pages", fails, partial(machine.text.cache.crop, -150))
-            if mode is not None:
-                break
-            for each, rows in zip(machine.text.cache.layers, machine.text.layers, strict=True):
-                _check_prefix(each, rows)
-            _refused_until_reset(machine)
-        assert fails == mode.allocations > 2
+    for fails in itertools.count():
+        machine = _again(filled)
+        mode = _short_of_memory("own_pages", fails, partial(machine.text.cache.crop, -150))
+        if mode is not None:
+            break
+        for each, rows in zip(machine.text.cache.layers, machine.text.layers, strict=True):
+            _check_prefix(each, rows)
+        _refused_until_reset(machine)
+    assert fails == mode.allocations > 2
 
 
 def _check_prefix(layer, rows) -> None:
@@ -215,16 +210,41 @@ def _check_prefix(layer, rows) -> None:
 
 @torch.no_grad()
 def test_rows_of_a_preallocated_cache_are_chosen():
-    """In place: rows may be mixed up when memory runs out, so the next pass is refused."""
-    refused = 0
+    """In place, but only when everything is allocated."""
     for fails in itertools.count():
-        setting = Setting(rows=2, capacity=300, layers=1, seed=3)
-        machine = Machine("int4-channel/int4-token", setting)
+        machine = Machine("int4-channel/int4-token", Setting(rows=2, capacity=300, layers=1, seed=3))
         machine.append(200, "left")
-        cache = machine.text.cache
-        mode = _short_of_memory(machine, 0, "select_rows", fails, partial(cache.reorder_cache, torch.tensor([1, 0])))
+        chosen = partial(machine.text.cache.reorder_cache, torch.tensor([1, 0]))
+        mode = _short_of_memory("selecting", fails, chosen)
         if mode is not None:
             break
-        _refused_until_reset(machine)
-        refused += 1
-    assert refused == mode.allocations > 2
+        _goes_on(machine)
+    assert fails == mode.allocations > 2
+
+
+@torch.no_grad()
+def test_nothing_is_allocated_when_rows_change():
+    """After everything has been: rows and layers would be mixed up."""
+    for setting in (Setting(rows=2, layers=2, residual=0, seed=3), Setting(rows=2, capacity=300, layers=2, seed=3)):
+        machine = Machine("fp8/fp8-static", setting)
+        machine.append(200, "left")
+        (memory,) = machine.text.cache.memories
+        change, mode = memory.selecting(torch.tensor([1, 0])), OutOfMemory(-1)
+        with mode:
+            change()
+        assert mode.allocations == 0
+        machine.text.cache.reset()
+
+
+@torch.no_grad()
+def test_a_longer_text_of_two_windows():
+    """Layers with other pages have a memory of their own. It grows, too, before the first layer stores a token."""
+    model = tiny_models("llama")[0]
+    cache = filled(model, per_layer={1: {"residual": 64}})
+    lengths = [layer.store.state.length.clone() for layer in cache.packed_layers]
+    with pytest.MonkeyPatch.context() as patch:
+        _fail(patch, RowMemory, "reserve", lambda memory: memory is cache.memories[1], OutOfMemory(0))
+        with pytest.raises(torch.OutOfMemoryError):
+            model(left_padded(1, 500)[0], past_key_values=cache)
+    assert all(torch.equal(layer.store.state.length, x) for layer, x in zip(cache.layers, lengths, strict=True))
+    next_logits(model, cache)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from marked import slow_case
-from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Setting, for_each, sequences
+from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Reorder, Setting, for_each, sequences
 from sequences import run
 
 #: sequences of each kind; all together take some fifteen seconds of a CPU
@@ -51,6 +51,7 @@ KEPT = {
     "rows end inside a page, in the window and in the sink": [
         *(Append(150, "left"), Hide((90, 5), 40), Hide((0, 300), 2), Crop(20), Append(60)),
     ],
+    "rows that share pages are cropped": [Append(150), Reorder((0, 0)), Crop(90), Append(80, "any")],
     "padding where tokens were cropped": [Append(40, "any"), Crop(20), Append(20, "any"), Crop(15), Append(30)],
 }
 

@@ -53,7 +53,7 @@ def grown(layer):
 
 
 def selected(layer):
-    layer.select_rows(torch.tensor([1, 1]))
+    layer.memory.select_rows(torch.tensor([1, 1]))
     return layer
 
 
@@ -69,7 +69,7 @@ def reset(layer):
 def cropped(layer):
     layer.state.length.sub_(40)
     reference.unpack_into_tail(layer)
-    layer.own_pages()
+    layer.memory.own_pages()
     return layer
 
 

@@ -86,7 +86,7 @@ def test_a_call_that_fails_gives_its_cache_back(model, error):
 
 def _allocates_for(monkeypatch, tokens):
     """No layer but the first has memory for more than so many tokens. Returns references to all stores."""
-    made, allocate = [], PagedStore._new_slab
+    made, allocate = [], PagedStore.new_slab
 
     def new_slab(self, pages):
         made.append(weakref.ref(self))
@@ -94,7 +94,7 @@ def _allocates_for(monkeypatch, tokens):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return allocate(self, pages)
 
-    monkeypatch.setattr(PagedStore, "_new_slab", new_slab)
+    monkeypatch.setattr(PagedStore, "new_slab", new_slab)
     return made
 
 

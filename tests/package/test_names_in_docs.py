@@ -146,7 +146,7 @@ def test_names_in_backticks_are_there(page):
 def test_wrong_names_are_noticed(tmp_path):
     """Names that pages had, and the ways in which a name is looked up."""
     right = [
-        *("choice.storage_spec", "LayerStore.kernels", "PagedStore._follow", "nbytes.parameters"),
+        *("choice.storage_spec", "LayerStore.kernels", "RowMemory.select_rows", "nbytes.parameters"),
         "lb.generate",
     ]
     right += ["cache.fork(n)", "LayerState.parameters", "kernel_cases.check_steps", "_pack_row", "hf_lowbit_kv.eval"]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import transformers
 from processes import free_port
-from served_here import ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
+from served_here import ANCHOR, ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
 
 from hf_lowbit_kv.requests.server import answer_text, clients, handlers, openai_server
 
@@ -184,10 +184,20 @@ def both(here, **options):
 def test_streamed_and_whole_answers_are_alike(here):
     """A stop text; a text cut inside a character; white space at the edges; a stop text that never comes."""
     assert both(here, **writes("one END two"), stop="END", max_tokens=ENDLESS) == ("one", "stop")
+    assert both(here, **writes("<think>"), stop="<think>", max_tokens=ENDLESS) == ("", "stop")
     assert both(here, **writes("one END two"), stop="ENDE", max_tokens=2) == ("one END two" * 2, "length")
     assert both(here, **writes("<0xE2>"), max_tokens=1) == ("", "length")
     assert both(here, **writes("é"), max_tokens=2) == ("éé", "length")
     assert both(here, **writes("\n\n"), max_tokens=2) == ("", "length")
+
+
+@pytest.mark.parametrize("stop", [{"stop": ANCHOR}, {"generation_config": json.dumps({"stop_strings": [ANCHOR]})}])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_special_token_as_a_stop_text(here, route, stop):
+    body = {**chat(), "prompt": "5 6 7", "logit_bias": {"159": 100}, "temperature": 0, "max_tokens": 20, **stop}
+    del body["messages" if route == "/v1/completions" else "prompt"]
+    status, answer = here.ask(body, route)
+    assert (status, answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == (200, "stop", 1)
 
 
 def test_top_p_of_1_does_not_sample(here):
@@ -227,7 +237,7 @@ def test_an_error_in_a_step_ends_the_requests_of_the_step(here, monkeypatch, str
 
 
 def spoil(monkeypatch, name):
-    """Let a method of streamers that are made from now on, or of their parser or `StopText`, raise an error."""
+    """Let a method of streamers that are made from now on, or of their parser or `StopStrings`, raise an error."""
     original = answer_text.AnswerStreamer.__init__
     part, _, method = name.rpartition(".")
 
@@ -241,7 +251,7 @@ def spoil(monkeypatch, name):
     monkeypatch.setattr(answer_text.AnswerStreamer, "__init__", begin)
 
 
-@pytest.mark.parametrize("name", ["put", "_enqueue", "_finish", "_parser.feed", "_parser.finalize", "_stop.feed"])
+@pytest.mark.parametrize("name", ["_take", "_send_events", "_finish", "_parser.feed", "_parser._process", "_text.add"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_error_in_an_answer_ends_this_request(here, stream, monkeypatch, name, streamed):
     spoil(monkeypatch, name)

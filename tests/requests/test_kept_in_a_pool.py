@@ -15,7 +15,7 @@ from hf_lowbit_kv.prompts import kept_prompt, prompt_folder
 from hf_lowbit_kv.requests import pool_steps
 from hf_lowbit_kv.requests.request_loop import RequestLoop
 from hf_lowbit_kv.requests.slot_memory import SlotMemory
-from hf_lowbit_kv.storage import paged_store, stored_tokens
+from hf_lowbit_kv.storage import stored_tokens
 
 PAGE = SMALL_PAGES["page_size"]
 
@@ -37,7 +37,7 @@ def copied(monkeypatch) -> list[int]:
 
     for module in (stored_tokens, kept_prompt, prompt_folder):
         monkeypatch.setattr(module, "read_pages", counted)
-    for owner, name in ((SlotMemory, "copy_page"), (SlotMemory, "write_page"), (paged_store.PagedStore, "write_pages")):
+    for owner, name in ((SlotMemory, "copy_page"), (SlotMemory, "write_page"), (stored_tokens, "write_pages")):
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: counts.append(1))
     return counts
 

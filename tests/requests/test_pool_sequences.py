@@ -25,10 +25,9 @@ from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.page_pool import PageTables
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.row_memory import RowMemory, fork_stores
 from hf_lowbit_kv.storage.step import StepInputs
-from hf_lowbit_kv.storage.store_forks import fork_stores
 from hf_lowbit_kv.storage.stored_tokens import in_layout_of, take_tokens
 
 HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
@@ -99,7 +98,7 @@ class Machine:
         assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
         for store in (store for stores in self._caches for store in stores):
-            references = store.tables.acquired.items()
+            references = store.memory.tables.acquired.items()
             assert all((slab.references == counts).all() for slab, counts in references), (
                 "references of rows or forks are left"
             )
@@ -172,8 +171,8 @@ class Machine:
         (fork,) = fork_stores(self._caches[which], capacity)
         if capacity is None and operation.amount % 3 == 0:  # as beams do
             for rows in ([0, 0], [1]):
-                for store in fork:
-                    store.select_rows(torch.tensor(rows))
+                for memory in {store.memory for store in fork}:
+                    memory.select_rows(torch.tensor(rows))
         self._go_on(self._cached[which], [self._contents(store, shared=True) for store in fork], operation.amount)
         if operation.amount % 2:
             self._caches[which] = fork
@@ -239,11 +238,11 @@ class Machine:
     def _stored(self, ids: list[int], capacity: int | None) -> list[PagedStore]:
         """By layer, a store of one row with these tokens."""
         stores: list[PagedStore] = []
-        tables: dict[Hashable, PageTables] = {}
+        memories: dict[Hashable, RowMemory] = {}
         sizes = 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity
         for layer in self.layers:
-            store = PagedStore(layer.spec, *sizes, tables=tables.get(layer.paging))
-            tables[layer.paging] = store.tables
+            store = PagedStore(layer.spec, *sizes, memory=memories.get(layer.paging))
+            memories[layer.paging] = store.memory
             store.reserve(2 * LONGEST)
             ops.append(StepInputs(None, *self._numbers(ids, 0)), store, "cpu")
             stores.append(store)

@@ -23,7 +23,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
-from hf_lowbit_kv.requests.server.answer_text import StopText
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -177,7 +176,7 @@ def test_stop_ends_the_row(served, expected):
         ({"temperature": "0.5"}, "temperature='0.5' is not allowed"),
         ({"top_p": "a"}, "top_p='a' is not allowed"),
         ({"n": 0}, "n=0 cannot be honoured"),
-        ({"extra_body": {"top_k": 0}}, "top_k=0 is not allowed"),
+        ({"extra_body": {"top_k": -2}}, "top_k=-2 is not allowed"),
         ({"extra_body": {"messages": []}}, r"messages=[] is not allowed"),
         ({"extra_body": {"messages": None}}, "messages=None is not allowed"),
         (
@@ -277,6 +276,20 @@ def test_a_second_server_on_the_port_ends_before_it_loads_a_model(served, folder
     monkeypatch.setattr(openai_server, "OneModel", lambda **_: pytest.fail("a model is loaded"))
     with pytest.raises(ValueError, match=f"port={served.port} cannot be listened to: Address already in use"):
         openai_server.serve(str(folder), "dense", "127.0.0.1", served.port)
+
+
+def test_a_tokenizer_without_chat_templates_is_named_before_a_pool_is_made(monkeypatch):
+    from hf_lowbit_kv.requests.server import openai_server
+
+    class OwnMessages(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args, **options):
+            return []
+
+    loaded = None, OwnMessages.__new__(OwnMessages)
+    monkeypatch.setattr(openai_server.OneModel, "load_model_and_processor", lambda *_: loaded)
+    monkeypatch.setattr(openai_server, "RequestLoop", lambda *_, **__: pytest.fail("a pool is made"))
+    with pytest.raises(ValueError, match="'any' has a OwnMessages, which is not served"):
+        openai_server.serve("any", "dense", "127.0.0.1", free_port())
 
 
 def status(served, route: str, method: str, body: bytes | None = None) -> int:
@@ -406,16 +419,3 @@ def test_the_url_is_one(host):
 
     url = urllib.parse.urlsplit(url_of(host, 8000))
     assert (url.hostname, url.port) == (host, 8000)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_stop_texts_in_pieces(size):
-    text, stops = "ab<en<end>cd<end>", ["<end>", "xyz"]
-    stop = StopText(stops)
-    out = "".join(stop.feed(text[first : first + size]) for first in range(0, len(text), size)) + stop.end()
-    assert out == "ab<en"
-    assert stop.reached
-    stop = StopText(stops)
-    assert stop.feed("ab<en") == "ab"
-    assert stop.end() == "<en"
-    assert not stop.reached

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from hf_lowbit_kv.storage.page_pool import PagePool, PageTables, PageUser, PinnedPages, Slab
+from hf_lowbit_kv.storage.page_pool import PagePool, PageTables, PageUser, PinnedPages, Slab, locate
 
 
 def _references(tables: PageTables) -> list[int]:
@@ -41,7 +41,7 @@ def test_rows_share_full_pages_and_no_others():
         paged = np.minimum(paged + generator.integers(0, 12, 4), 6 * 16)
         rows = generator.integers(0, 4, 4)
         before, full = tables.table[rows], np.arange(6) < (paged[rows] // 16)[:, None]
-        tables.select_rows(paged[rows], 16, rows)
+        tables.set(tables.selected(paged[rows], 16, rows))
         paged = paged[rows]
         assert (tables.table == before)[full].all()
         own = tables.table[~full]
@@ -49,16 +49,16 @@ def test_rows_share_full_pages_and_no_others():
         assert not np.isin(own, tables.table[full]).any()
         if fork is not None:  # nor to a page of the fork
             shared = fork.table[np.arange(6) < fork_full[:, None]]
-            slab, index = fork.locate(shared)
+            slab, index = locate(fork.slabs, shared)
             kept = {(id(fork.slabs[b]), p) for b, p in zip(slab.tolist(), index.tolist(), strict=True)}
-            slab, index = tables.locate(own)
+            slab, index = locate(tables.slabs, own)
             assert kept.isdisjoint((id(tables.slabs[b]), p) for b, p in zip(slab.tolist(), index.tolist(), strict=True))
         if step % 40 == 20:
             fork_full = paged // 16
             (fork,) = tables.fork(1, fork_full, 6)
         if step % 40 == 39:
             paged = np.zeros(4, dtype=np.int64)
-            tables.reset()
+            tables.set(tables.emptied())
     assert sum(map(len, tables.slabs)) <= 2 * 4 * 6
 
 
@@ -75,7 +75,7 @@ def test_a_block_belongs_to_its_oldest_living_user():
     kept = PinnedPages(3)
     one, other = (PageTables(1, 1) for _ in range(2))
     for tables in (one, other):
-        tables.adopt([kept.slab], np.array([[0, 1]]), np.array([[True, True]]))
+        tables.set(tables.adopting([kept.slab], np.array([[0, 1]]), np.array([[True, True]])))
     slab = kept.slab
     assert slab.owner is kept
     assert slab.references.tolist() == [3, 3, 1]
@@ -84,7 +84,7 @@ def test_a_block_belongs_to_its_oldest_living_user():
     del one, tables
     assert slab.owner is other
     assert slab.references.tolist() == [1, 1, 0]
-    other.reset()  # and may now use all of it
+    other.set(other.emptied())  # and may now use all of it
     assert other.table.tolist() == [[0, 1]]
     assert len(other.slabs) == 1
 
@@ -92,9 +92,9 @@ def test_a_block_belongs_to_its_oldest_living_user():
 def test_a_table_that_leaves_a_block_has_no_part_in_it():
     kept, tables = PinnedPages(2), PageTables(1, 1)
     slab = kept.slab
-    tables.adopt([slab], np.array([[0, 1]]), np.array([[True, True]]))
+    tables.set(tables.adopting([slab], np.array([[0, 1]]), np.array([[True, True]])))
     assert slab.references.tolist() == [2, 2]
-    tables.reset()
+    tables.set(tables.emptied())
     assert slab not in tables.slabs
     assert slab.references.tolist() == [1, 1]
     del kept
@@ -102,45 +102,43 @@ def test_a_table_that_leaves_a_block_has_no_part_in_it():
     assert slab.references.tolist() == [0, 0]
 
 
-def test_what_is_undone_has_no_references():
-    """Memory runs out after the numbers have changed: they and the counts become what they were."""
+def test_numbers_that_are_not_set_have_no_references():
+    """Memory runs out for them: the present ones and their counts stay."""
     tables = PageTables(2, 3)
     (fork,) = tables.fork(1, np.array([2, 1]), 3)
-    state, table, references = tables.__getstate__(), tables.table.tolist(), _references(tables)
-    tables.select_rows(np.array([32, 32]), 16, np.array([0, 0]))
-    tables.widen(1)
-    added = tables.slabs[-1]
-    assert _references(tables)[: len(references)] != references
-    tables.undo(state)
+    table, references = tables.table.tolist(), _references(tables)
+    rows = tables.selected(np.array([32, 32]), 16, np.array([0, 0]))
+    added = tables.widened(1).slabs[-1]
     assert tables.table.tolist() == table
     assert _references(tables) == references
     assert _references(fork) == [1, 1, 1, *references]
-    assert added not in tables.slabs
     assert added.references.tolist() == [0] * len(added)
+    tables.set(rows)
+    assert _references(tables)[: len(references)] != references
 
 
-def test_a_change_names_each_entry_that_has_another_page():
+def test_entries_are_all_that_have_another_page():
     """Layers write only these entries' addresses. A number may stay while its slab is another one."""
 
     def pages() -> list[list[tuple[Slab, int]]]:
-        located = zip(*(part.tolist() for part in tables.locate(tables.table)), strict=True)
+        located = zip(*(part.tolist() for part in locate(tables.slabs, tables.table)), strict=True)
         return [[(tables.slabs[slab], index) for slab, index in zip(*row, strict=True)] for row in located]
 
     kept, tables = PinnedPages(2), PageTables(2, 3)
     adopted = np.array([[False, False, False], [False, True, True]])
     for change in (
-        lambda: tables.select_rows(np.array([33, 20]), 16, np.array([1, 1])),
-        lambda: tables.adopt([kept.slab], np.array([[0, 0, 0], [0, 0, 1]]), adopted),
-        tables.reset,
-        lambda: tables.widen(1),
+        lambda: tables.selected(np.array([33, 20]), 16, np.array([1, 1])),
+        lambda: tables.adopting([kept.slab], np.array([[0, 0, 0], [0, 0, 1]]), adopted),
+        tables.emptied,
+        lambda: tables.widened(1),
     ):
-        before = pages()
-        change()
-        rows = range(2) if tables.change.chosen is None else tables.change.chosen
-        named = set(zip(*(part.tolist() for part in tables.change.entries), strict=True))
+        before, numbers = pages(), change()
+        entries = set(zip(*(part.tolist() for part in tables.entries(numbers)), strict=True))
+        tables.set(numbers)
+        rows = range(2) if numbers.rows is None else numbers.rows
         for b, row in enumerate(pages()):
             assert {p for p, page in enumerate(row) if before[rows[b]][p : p + 1] != [page]} <= {
-                column for each, column in named if each == b
+                column for each, column in entries if each == b
             }
 
 

@@ -15,8 +15,8 @@ from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.reference import read_pages
+from hf_lowbit_kv.storage.row_memory import fork_stores
 from hf_lowbit_kv.storage.step import StepInputs
-from hf_lowbit_kv.storage.store_forks import fork_stores
 
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
 #: the same formats in the order in which tensor cores take them
@@ -200,7 +200,7 @@ def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
         full = _full_entries(store)
         packed = store.state.page_table[full].unique().long()
         contents = read_pages(store.state.pool, packed)
-        store.select_rows(rows)
+        store.memory.select_rows(rows)
         separate = [copy.deepcopy(separate[row]) for row in rows.tolist()]
         # full pages stay where they are
         assert [slab.data_ptr() for slab in store.state.pool] == [pointer for pointer, _ in pool]
@@ -223,32 +223,32 @@ def test_rows_can_be_repeated_and_dropped(residual):
     _append(store, k, v, mask)
     pages = store.num_pages
     before = [_row(store, row) for row in range(2)]
-    store.select_rows(torch.tensor([0, 0, 0, 1, 1, 1]))
+    store.memory.select_rows(torch.tensor([0, 0, 0, 1, 1, 1]))
     assert store.num_pages < 3 * pages  # shared
     for row in range(6):
         _assert_same(_row(store, row), before[row // 3])
     for step in range(10):  # every row goes its own way
         _append(store, *_tokens(6, 40, seed=10 + step))
-        store.select_rows(torch.tensor([3, 1, 2, 3, 5, 4]))
+        store.memory.select_rows(torch.tensor([3, 1, 2, 3, 5, 4]))
     rows = [_row(store, row)["k"] for row in (1, 2)]
     assert not torch.equal(*rows)
-    store.select_rows(torch.tensor([2, 5]))
+    store.memory.select_rows(torch.tensor([2, 5]))
     assert store.batch_size == 2
     assert torch.equal(_row(store, 0)["k"], rows[1])
 
 
 def _shared(store):
-    store.select_rows(torch.tensor([1, 1, 0]))
+    store.memory.select_rows(torch.tensor([1, 1, 0]))
 
 
 def _cropped(store):
-    store.select_rows(torch.tensor([2, 2, 2]))
+    store.memory.select_rows(torch.tensor([2, 2, 2]))
     store.state.paged.fill_(0)
-    store.own_pages()
+    store.memory.own_pages()
 
 
 def _widened(store):
-    store.widen(store.pages_per_row + 3)
+    store.memory.widen(store.pages_per_row + 3)
 
 
 def _forked(store):
@@ -290,7 +290,7 @@ def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)
 def test_copies_are_independent(formats):
     store = _store(_spec(formats), capacity=500)
-    store.widen(store.pages_per_row + 3)  # the slabs of a copy lie at other distances
+    store.memory.widen(store.pages_per_row + 3)  # the slabs of a copy lie at other distances
     _append(store, *_tokens(1, 300))
     before = _row(store)
     for twin in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
@@ -300,17 +300,28 @@ def test_copies_are_independent(formats):
         _assert_addresses(twin)
 
 
-def test_a_layer_that_missed_a_choice_of_rows_follows_at_a_reset():
-    """Another layer chose rows, and an exception kept this one from it."""
+@pytest.mark.parametrize("capacity", [None, 1000])
+def test_layers_share_page_numbers_at_any_time(capacity):
+    """Of rows that are chosen, grow, are reset and forked: each layer has the numbers, and addresses in its own memory."""
     spec = _spec(("int4-channel", "int4-token"))
-    one = _store(spec, batch=3, capacity=1000)
-    other = PagedStore(spec, 3, HEADS, HEAD_DIM, HEAD_DIM, torch.float16, "cpu", 1000, one.state.parameters, one.tables)
-    for store in (one, other):
-        _append(store, *_tokens(3, 700))
-    one.select_rows(torch.tensor([1, 1, 0]))
-    other.reset()
-    assert other.state.page_table.tolist() == one.tables.table.tolist()
-    _assert_addresses(other)
+    one = _store(spec, batch=3, capacity=capacity)
+    records = one.state.parameters
+    other = PagedStore(spec, 3, 1, HEAD_DIM, HEAD_DIM, torch.float16, "cpu", capacity, records, one.memory)
+    memory = one.memory
+    for change in (
+        lambda: memory.widen(30),
+        lambda: memory.select_rows(torch.tensor([1, 1, 0])),
+        memory.own_pages,
+        memory.reset,
+        lambda: fork_stores([one, other], capacity),
+        memory.reset,
+    ):
+        _append(one, *_tokens(3, 60))
+        _append(other, *(x[:, :1] for x in _tokens(3, 60)))
+        change()
+        for store in (one, other):
+            assert store.state.page_table.tolist() == memory.tables.table.tolist()
+            _assert_addresses(store)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="/".join)

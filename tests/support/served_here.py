@@ -67,7 +67,7 @@ def save(path: Path) -> None:
 class Here:
     """A running server. `rows()` are in use; `steps()` were taken."""
 
-    def __init__(self, folder: Path, **options: Any):
+    def __init__(self, folder: Path, share_prefixes: bool = False, **options: Any):
         import uvicorn
 
         from hf_lowbit_kv.requests.request_loop import RequestLoop
@@ -76,7 +76,7 @@ class Here:
         self.models = OneModel(str(folder), folder.name, device="cpu")
         model, tokenizer = self.models.load_model_and_processor(self.models.process_model_name(str(folder)))
         self.loop = RequestLoop(
-            model, tokenizer, "dense", memory=250_000_000, max_rows=ROWS, chunk_size=256, share_prefixes=False
+            model, tokenizer, "dense", memory=250_000_000, max_rows=ROWS, chunk_size=256, share_prefixes=share_prefixes
         )
         self.app = build_app(self.models, self.loop, max_open=MOST_OPEN, **options)
         self.scheduler = self.loop._scheduler

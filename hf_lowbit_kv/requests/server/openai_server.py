@@ -21,6 +21,7 @@ from typing import Any
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
@@ -223,7 +224,8 @@ def serve(
 
     Raises:
         ValueError: `served_model_name` is empty, `allow_origins` has what is no origin, or the address cannot be listened to,
-            e.g. because another server does. Nothing is loaded then. Or as for `RequestLoop`.
+            e.g. because another server does. Nothing is loaded then. Or the tokenizer writes messages without a chat
+            template. Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
@@ -250,6 +252,11 @@ def serve(
         models = OneModel(name, served, device=device, dtype=dtype)
         model, processor = models.load_model_and_processor(models.process_model_name(name))
         tokenizer = getattr(processor, "tokenizer", processor)
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            raise ValueError(
+                f"{name!r} has a {type(tokenizer).__name__}, which is not served: this tokenizer writes messages without a "
+                "chat template. Save the model with a tokenizer of the tokenizers library, and serve that folder"
+            )
         requests = RequestLoop(
             model,
             tokenizer,

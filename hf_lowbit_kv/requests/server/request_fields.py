@@ -40,6 +40,11 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "tools": ([],),
     "stop": ([],),
+    "top_logprobs": (0,),
+    # what clients send for "not set"
+    "max_tokens": (-1,),
+    "max_completion_tokens": (-1,),
+    "seed": (-1,),
 }
 #: fields of one type: their type, and its name
 KINDS = (
@@ -76,7 +81,8 @@ ALLOWED: dict[str, Allowed] = {
 #: fields that are settings -> their values
 FIELDS: dict[str, Allowed] = {
     **{name: ALLOWED[name] for name in ("temperature", "top_p", "repetition_penalty")},
-    **dict.fromkeys(("top_k", "max_tokens", "max_completion_tokens"), _COUNT),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _COUNT),
+    "top_k": number(-1, 2**31 - 1, whole=True),
     "seed": number(0, 2**63 - 1, whole=True),
     "stop": ALLOWED["stop_strings"],
 }
@@ -158,6 +164,37 @@ def check_messages(messages: list[Any]) -> None:
             )
         if not isinstance(content, (str, list, type(None))):
             raise Refused(400, f"messages: content={shown(content)} is not allowed; it must be a text", "messages")
+
+
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that were checked, for the chat template. All fields that are not null stay. Content is a text or parts, and
+    arguments of tool calls, which are JSON in OpenAI's API, are objects, as templates read them.
+
+    Raises:
+        Refused: the arguments of a tool call cannot be read.
+    """
+    try:
+        read = [_template_message(message) for message in messages]
+    except Exception as error:
+        message = f"messages: tool_calls cannot be read: {type(error).__name__}: {error}"
+        raise Refused(400, message, "messages") from error
+    check_json(read, "messages")  # escapes in arguments are read here
+    return read
+
+
+def _template_message(message: dict[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in message.items() if value is not None}
+    message.setdefault("content", "")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "function": _template_function(call["function"])} for call in calls]
+    return message
+
+
+def _template_function(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    return {**function, "arguments": {} if arguments is None else arguments}
 
 
 def check_tools(tools: list[Any], choice: Any) -> None:
