@@ -11,7 +11,6 @@ from typing import Any
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from .answer_parser import AnswerParser, parser_for
-from .sampling_settings import check_text
 
 #: a text that no template changes
 _PROBE = "5791684230"
@@ -143,3 +142,14 @@ def check_content(name: str, content: Any) -> None:
                 f"{name} has content {content!r}; it must be a text or a list of {{'type': 'text', 'text': ...}}"
             )
         check_text(name, text or "")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise `ValueError` for a text that no tokenizer reads. name: of the argument, for the message."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half of a surrogate pair, {text[error.start]!a}, as character {error.start}, which no tokenizer "
+            "reads; leave it out, or read the text again from where it comes from"
+        ) from None

@@ -17,7 +17,8 @@ from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..storage.process_stamps import ignore_attributes
-from .call_options import Call, setting
+from .call_options import Call
+from .generation_settings import setting
 from .kept_caches import capacity
 
 #: attributes of a model in which transformers keeps the compiled model

@@ -31,12 +31,6 @@ class Prefixes(Protocol):
     def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None: ...
 
 
-def check_prefixes(prefixes: Any) -> None:
-    """Raise `TypeError` if `prefixes` is not a prefix store."""
-    if prefixes is not None and not (hasattr(prefixes, "restore") and hasattr(prefixes, "add")):
-        raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore, or None")
-
-
 class PrefixCall:
     """The prefix store in one call: `begin` with an empty cache, `end` with the generated tokens."""
 

@@ -17,19 +17,17 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import cache_contents, saved_cache
-from ..cache.cache_options import check_choice
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
 from ..generation.answer_parser import AnswerParser, read_answer, unshown_tokens
-from ..generation.call_options import check_names, check_options, options_of_cache, setting, which_step
+from ..generation.call_options import check_names, options_of_cache, which_step
 from ..generation.chat_prompt import ChatPrompt, check_content, check_messages
 from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
-from ..generation.prefill import check_chunk_size
-from ..generation.sampling_settings import check_sampling
+from ..generation.generation_settings import PREALLOCATED, GenerationSettings, setting
 from ..generation.stop_strings import first_stop
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
@@ -45,8 +43,13 @@ _OWN = (
     "input_ids",
     "streamer",
     "max_cache_len",
-    "num_return_sequences",
 )
+#: what a chat does not serve -> what to do instead
+_NOT_SERVED = {
+    **PREALLOCATED,
+    **dict.fromkeys(_OWN, "a chat sets it itself"),
+    "num_return_sequences": "a chat writes one answer; set it to 1",
+}
 #: options of the template that a chat sets itself
 _OWN_OF_TEMPLATE = ("conversation", "tokenize", "return_tensors", "return_dict")
 #: names that a chat takes
@@ -123,11 +126,7 @@ class Chat:
         self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
-        cache_options: dict[str, Any] = {
-            **(options_of_cache(chosen, calibration, options.pop("allow_other_weights", False)) or {})
-        }
-        if "max_cache_len" in cache_options:
-            raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_length= to the chat")
+        cache_options = options_of_cache(chosen, calibration, options.pop("allow_other_weights", False))
         self.cache: LowBitCache = cache_of_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
@@ -525,16 +524,8 @@ def _check_writable(messages: Sequence[Any], options: Mapping[str, Any]) -> None
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that `generate` would refuse."""
     check_names("lb.Chat", model, options, _KNOWN)
-    if unable := [name for name in _OWN if name in options]:
-        raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
-    check_count("max_new_tokens", options.get("max_new_tokens"), optional=True)
-    if (count := setting(model, options, "num_return_sequences")) not in (None, 1):  # of a configuration
-        raise ValueError(f"num_return_sequences={count} is not allowed: a chat writes one answer; set it to 1")
     which_step(model, options.get("step"), options)
-    check_choice("fuse", options.get("fuse", True))
-    check_chunk_size(setting(model, options, "prefill_chunk_size"))
-    check_options(model, options)
-    check_sampling(model, None, options)
+    GenerationSettings.of(model, options, _NOT_SERVED)
 
 
 def _most_tokens(options: Mapping[str, Any], room: int) -> int:

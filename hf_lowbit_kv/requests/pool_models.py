@@ -31,8 +31,6 @@ def empty_caches(
         ValueError: a pool cannot serve the model. The message names the layer or the reason.
     """
     options = dict(cache_options or {})
-    if "max_cache_len" in options:
-        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: every row is as long as its request")
     name = DEFAULT_PRESET if preset is None else preset
 
     def make(tokens: int) -> LowBitCache:

@@ -84,5 +84,3 @@ def test_a_further_turn_under_either_name(model):
         first = lb.generate(model, ids, "dense", max_cache_len=256, return_dict_in_generate=True, **options)
         cache = first[cache_argument.NAME]
         assert torch.equal(lb.generate(model, first.sequences, "dense", **options, **{name: cache}), expected)
-    with pytest.raises(ValueError, match="cache and past_key_values are both given"):
-        lb.generate(model, ids, "dense", **options, past_key_values=cache, cache=cache)

@@ -205,9 +205,12 @@ def test_stop_ends_the_row(served, expected):
         ({"extra_body": {"n": True}}, "n=True cannot be honoured"),
         ({"logprobs": True, "top_logprobs": 30}, "logprobs"),
         ({"top_p": 1.5}, "top_p=1.5 is not allowed; it must be a number from 0 to 1"),
-        ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias: 'a' is not allowed"),
-        ({"logit_bias": {"5": 1000}}, "logit_bias of 5=1000 is not allowed"),
-        ({"logit_bias": {"400": 1}}, "logit_bias: '400' is not allowed; it must be the number of a token, below 160"),
+        ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias={'a': 1} is not allowed"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias={'5': 1000} is not allowed"),
+        (
+            {"logit_bias": {"400": 1}},
+            "it must be an object of at most 1024 numbers of tokens, below 160, and for each a number from -100 to 100",
+        ),
         (
             {"extra_body": {"generation_config": '{"watermarking_config": 5, "max_new_tokens": 4}'}},
             "watermarking_config=5 is not served",
@@ -234,7 +237,7 @@ def test_prompts_without_a_token_are_refused(served, expected, prompt):
 
 
 def test_fields_at_their_usual_values_are_taken(served):
-    assert served.chat(n=1, user="me", logprobs=False, response_format={"type": "text"}).choices
+    assert served.chat(n=1, user="me", stop=[], logprobs=False, response_format={"type": "text"}).choices
 
 
 def test_a_client_that_leaves_frees_its_row(served, expected):

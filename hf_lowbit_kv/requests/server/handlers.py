@@ -142,8 +142,6 @@ class _PoolHandler:
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
         # transformers would seed the whole process
         settings = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
-        if settings.get("stop") == []:
-            del settings["stop"]
         if "generation_config" in body:
             settings["generation_config"] = json.dumps(read_settings(body["generation_config"], self._vocabulary))
         try:

@@ -240,8 +240,6 @@ def serve(
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
-    if served_model_name == "":
-        raise ValueError("served_model_name='' is not allowed; leave it out for the model's hub name or folder")
     for origin in allow_origins:  # a browser sends no path, and an origin that is never sent would be allowed in vain
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(
