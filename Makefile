@@ -1,6 +1,6 @@
 # make demo    a real model answers a question with and without a packed cache (sets everything up on the first call)
 # make test    the tests, on the newest transformers and on the oldest supported one; not the long ones
-# make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler;
+# make test-all  make test, then the long ones: the whole matrix of formats, accuracy against its bands, the oldest Triton's compiler, Ray;
 #                all with fresh random data (TEST_SEED=random), the last line of a run shows how to repeat it
 # make notebooks  every notebook, from top to bottom
 # make measure  adds what the accuracy records do not hold yet (about an hour from nothing)
@@ -27,6 +27,7 @@ BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 QUANTIZED := $(VENV)/quantized-weights
 TRITON := $(VENV)/triton-$(OLDEST_TRITON)
+RAY := $(VENV)/ray
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 # neighbours of a file stay in one process, which shares what it made; a process that has nothing left takes tests from another
@@ -64,11 +65,12 @@ test-quantized:
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(PYTEST) tests/generation/test_weights_below_16_bits.py $(AT_THE_END)
 
 test-all: export TEST_SEED ?= random
-test-all: test $(TRITON)/.ready
+test-all: test $(TRITON)/.ready $(RAY)/.ready
 	$(PYTEST_ALL_CORES) -m "slow and not gpu and not notebook"
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST_ALL_CORES) -m "host and not gpu" $(HOST)
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/python -c 'import triton; print("Again, on Triton", triton.__version__); assert triton.__version__ == "$(OLDEST_TRITON)"'
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(PYTEST_ALL_CORES) tests/triton/test_triton_compiles.py
+	PYTHONPATH=$(CURDIR)/$(RAY) $(PYTEST) tests/requests/test_ray.py
 
 notebooks: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m notebook
@@ -113,7 +115,7 @@ lint: $(VENV)/.ready
 
 # the bundled model's codebooks (10 minutes on two cores), and what eigen-* need (7)
 calibrations: $(VENV)/.ready
-	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25,million-2 \
+	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 --samples 64 -p vecinfer-4,vecinfer-2,vecinfer-1.5,vecinfer-1.25 \
 		-o hf_lowbit_kv/bundled/SmolLM2-135M-Instruct.safetensors
 	$(BIN)/hf-lowbit-kv calibrate --device cpu --dtype float32 -p eigen-2,eigen-3,eigen-4 \
 		$$($(BIN)/python -c "from hf_lowbit_kv.eval.local_models import *; print(*(f'--text {x}' for x in varied_texts()))") \
@@ -153,4 +155,10 @@ $(QUANTIZED)/.ready: $(VENV)/.ready
 $(TRITON)/.ready: $(VENV)/.ready
 	rm -rf $(TRITON)
 	$(PIP) --no-deps --target $(TRITON) triton==$(OLDEST_TRITON)
+	@touch $@
+
+# what else Ray needs is there; with its dependencies, the folder would hide packages of the environment
+$(RAY)/.ready: $(VENV)/.ready
+	rm -rf $(RAY)
+	$(PIP) --no-deps --target $(RAY) "ray[data]==2.60.0" msgpack==1.2.4 protobuf==7.36.2
 	@touch $@

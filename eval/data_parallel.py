@@ -1,7 +1,7 @@
 """Several processes share an evaluation. Each process measures a part of the texts, and the first one writes all
 results.
 
-    accelerate launch --num_processes 4 -m hf_lowbit_kv eval perplexity --preset kivi-2
+    accelerate launch --multi_gpu --num_processes 4 -m hf_lowbit_kv eval perplexity --preset kivi-2
 
 `accelerate launch` and `torchrun` start the processes, and end all of them when one dies. accelerate's `PartialState`
 joins them.
@@ -59,11 +59,32 @@ class Processes:
 
 
 ONE_PROCESS = Processes()
+#: variables in which launchers write how many processes they have started: torchrun, Open MPI, other MPIs, srun
+COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+#: what accelerate sets in every process, and what it sets only where it was asked for several
+BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"}
 
 
 def process_count() -> int:
-    """Number of processes that a launcher has started for this run, including this one; 1 without a launcher."""
-    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else 1
+    """Number of processes that a launcher has started for this run, including this one; 1 without a launcher.
+
+    Raises:
+        ValueError: a launcher announces more processes than there are ranks. Each of them would do all the work.
+    """
+    ranked = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    count = int(os.environ["WORLD_SIZE"]) if ranked else 1
+    announced = [name for name in COUNTS if int(os.environ.get(name, 1)) > count]
+    # accelerate writes no count. With --cpu, or where it finds fewer than two GPUs, it starts one process without a rank
+    if not ranked and os.environ.keys() >= BY_ACCELERATE:
+        announced.append("MASTER_ADDR")
+    if announced:
+        raise ValueError(
+            f"{announced[0]}={os.environ[announced[0]]}: a launcher was asked for several processes, but did not start them as "
+            "ranks of one run, so each would do all the work. Start them with `accelerate launch --multi_gpu "
+            "--num_processes N -m hf_lowbit_kv ...`, also on CPUs; on several machines add --num_machines, --machine_rank, "
+            "--main_process_ip and --main_process_port"
+        )
+    return count
 
 
 def join() -> Processes:

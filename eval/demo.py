@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.cache.served_models import longest_text
 
 from .cache_sizes import sizes

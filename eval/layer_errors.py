@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from hf_lowbit_kv.cache.attention_function import lowbit_attention
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.cache.registration import register
 from hf_lowbit_kv.storage.step import StepInputs
 

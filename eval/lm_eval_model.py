@@ -44,8 +44,8 @@ from transformers.cache_utils import Cache
 from hf_lowbit_kv.backends.choice import BACKENDS
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
-from hf_lowbit_kv.cache.method_caches import from_preset
-from hf_lowbit_kv.eval import local_models
+from hf_lowbit_kv.cache.preset_cache import cache_of_preset
+from hf_lowbit_kv.eval import data_parallel, local_models
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Share, Text, packing_specs, packs, tokens_to_pack
 from hf_lowbit_kv.eval.local_models import (
     AUTO,
@@ -134,6 +134,7 @@ class LowBitLM(HFLM):
         else:
             pretrained.set_attn_implementation(ATTENTION_NAME)
             arguments.pop("device", None)
+        processes = data_parallel.join()  # HFLM's own accelerator would not join processes on CPUs
         with explained(pretrained) if isinstance(pretrained, str) else nullcontext():
             super().__init__(pretrained, **arguments)
         self.new_cache()  # raises if the preset does not work with this model
@@ -142,9 +143,9 @@ class LowBitLM(HFLM):
                 f"kv_chunk={kv_chunk} is larger than the model's context of {self.max_length} tokens: nothing would be read "
                 "packed. Take at most half of the context; 128 is the default"
             )
-        accelerator = getattr(self, "accelerator", None)
-        if accelerator is not None and self.world_size == 1:  # HFLM splits the work only among GPUs
-            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        if getattr(self, "accelerator", None) is not None:
+            # HFLM takes the rank within a machine, and splits the work only among GPUs
+            self._rank, self._world_size = processes.rank, processes.count
 
     # ---- the cache ------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class LowBitLM(HFLM):
         """A fresh, growing cache."""
         if self.preset == FULL:
             return DynamicCache(config=self.model.config)
-        return from_preset(self.preset, self.model, **self.overrides)
+        return cache_of_preset(self.preset, self.model, **self.overrides)
 
     @property
     def packed_share(self) -> dict[str, float | None]:

@@ -145,7 +145,9 @@ def load_model(
         OSError: there is no such model, or it has no tokenizer.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
+
+    from hf_lowbit_kv.cache.served_models import auto_class
 
     spread = {"device_map": DEVICE_MAP} if device == AUTO and default_device().type != "cpu" else {}
     device = default_device() if device in (None, AUTO) else torch.device(device)
@@ -156,7 +158,8 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(path)
         except ValueError as error:  # if there is no such model, OSError says what is missing
             raise OSError(without_tokenizer(path, error)) from error
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path)
+        model: Any = auto_class(config).from_pretrained(
             path, dtype=dtype, attn_implementation=attn_implementation, **spread
         )
     return (model if spread else model.to(device)).eval(), tokenizer

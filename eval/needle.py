@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from transformers import DynamicCache
 
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.cache.served_models import longest_text
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay

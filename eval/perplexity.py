@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import DynamicCache
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.cache.served_models import longest_text
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.storage.layer_spec import LayerSpec

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import cache_of_preset
 from hf_lowbit_kv.cache.served_models import unwrap
 from hf_lowbit_kv.cache.spoiled_keys import spoiled_keys
 from hf_lowbit_kv.calibration_files.calibration_file import Calibration
@@ -127,7 +127,7 @@ class _Maker:
         self.name, self.model, self.overrides = name, model, overrides
 
     def __call__(self) -> Any:
-        return from_preset(self.name, self.model, **self.overrides)
+        return cache_of_preset(self.name, self.model, **self.overrides)
 
     @property
     def code(self) -> str:
@@ -179,7 +179,7 @@ def fitting_presets(
     fitting, reasons = list[str](), dict[str, str]()
     for name in preset_names() if names is None else names:
         try:
-            from_preset(name, model_or_config, **overrides or {})
+            cache_of_preset(name, model_or_config, **overrides or {})
         except (ValueError, TypeError) as error:
             reasons[name] = str(error)
         else:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.perplexity import as_rows, check_window, score
 from hf_lowbit_kv.eval.texts import Text, dataset_text

@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.eval.local_models import (
     BUNDLED_MODEL,
     bundled_model,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .cache.method_caches import KIVICache as KIVICache
     from .cache.method_caches import MLAFP8Cache as MLAFP8Cache
     from .cache.method_caches import VecInferCache as VecInferCache
-    from .cache.method_caches import from_preset as from_preset
+    from .cache.preset_cache import from_preset as from_preset
     from .calibration.calibrate import calibrate as calibrate
     from .calibration_files.calibration_file import Calibration as Calibration
     from .diagnosis import doctor as doctor
@@ -87,7 +87,7 @@ _MODULES = {
     "doctor": "diagnosis",
     "enable": "requests.paged_calls",
     "fits": "planning.fits",
-    "from_preset": "cache.method_caches",
+    "from_preset": "cache.preset_cache",
     "generate": "generation.generate",
     "generate_many": "requests.generate_many",
     "get_preset": "presets",
@@ -112,7 +112,7 @@ if not TYPE_CHECKING:  # type checkers would accept every name of a module that 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
 _register_with_transformers()

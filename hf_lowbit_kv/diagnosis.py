@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .cache.attention_function import lowbit_attention
 from .cache.implementation import ATTENTION_NAME
-from .cache.method_caches import from_preset
+from .cache.preset_cache import cache_of_preset
 from .generation import decoding_loop
 from .presets import get_preset, preset_names, recommended_first
 from .triton_kernels.toolchain import (
@@ -230,7 +230,7 @@ def _layer(preset: str, backend: str | None = None) -> Any:
             source = (
                 config if family == "llama" else AutoModelForCausalLM.from_config(config)
             )  # latents need the model itself
-            return from_preset(preset, source, backend=backend, parameters=_parameters(preset)).packed_layers[0]
+            return cache_of_preset(preset, source, backend=backend, parameters=_parameters(preset)).packed_layers[0]
         except ValueError as error:
             errors.append(error)
     raise errors[0]

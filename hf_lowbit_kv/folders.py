@@ -37,7 +37,7 @@ def try_folder(folder: Path) -> None:
     """Create a folder if it is missing. Raises `OSError` with the folder's name if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".try-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:  # it has no name, so nothing stays if the process is killed
             file.write(b"\0")
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(folder)) from error

@@ -36,7 +36,6 @@ PresetName = Literal[
     "kitty-pro",
     "kitty-hadamard",
     "eigen-2",
-    "eigen-2-trellis",
     "eigen-3",
     "eigen-4",
     "fp8",
@@ -50,7 +49,7 @@ LISTED: tuple[PresetName, ...] = get_args(PresetName)
 #: are those of a listed preset, or large key biases spoil their keys, which have a range per token or a codebook
 PAPER_PRESETS = (
     *("bitdecoding-kc-4", "bitdecoding-kc-2", "bitdecoding-kt-4", "kv8", "kv4", "kv4-hadamard"),
-    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2"),
+    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25"),
 )
 #: default of `generate` and `enable`
 DEFAULT_PRESET: PresetName = "kivi-4-sink"
@@ -161,7 +160,6 @@ _PLAIN = {
         Preset("snapmla", "fp8", "dense", "SnapMLA: latent in FP8", residual=0, attention_kind="latent"),
         Preset("mla", "dense", "dense", "latent in the model's dtype", residual=0, attention_kind="latent"),
         _eigen("eigen-2", "static-54222100", "static-2-tn"),
-        _eigen("eigen-2-trellis", "static-54222100", "trellis-2"),
         _eigen("eigen-3", "static-64332222", "static-3-tn"),
         _eigen("eigen-4", "static-65444333", "static-4-tn"),
         Preset("vecinfer-4", "vq-d2b8", "vq-d2b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
@@ -169,7 +167,6 @@ _PLAIN = {
         Preset("vecinfer-2", "vq-d4b8", "vq-d4b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-1.5", "vq-d8b12", "vq-d8b12", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
         Preset("vecinfer-1.25", "vq-d8b12", "vq-d8b8", "VecInfer", sink=SINK_TOKENS, transform=VECINFER_TRANSFORM),
-        Preset("million-2", "vq-d4b8", "vq-d4b8", "MILLION: keys as they are"),
         Preset("kitty", "boosted2-r0.125", "int2-token", "Kitty", sink=SINK_TOKENS),
         Preset("kitty-pro", "boosted2-r0.25", "int2-token", "Kitty-Pro", sink=SINK_TOKENS),
     )
@@ -189,10 +186,17 @@ def _with_score(score: str) -> Callable[[Preset], Preset]:
     return change
 
 
+def _with_rotation(preset: Preset) -> Preset:
+    if preset.transform != "none" or preset.attention_kind == "latent":
+        has = "latents" if preset.attention_kind == "latent" else f"transform={preset.transform!r}"
+        raise ValueError(f"preset={preset.name!r} has {has}: '-hadamard' has no meaning there")
+    return dataclasses.replace(preset, transform="hadamard", note=f"{preset.note} with rotated keys")
+
+
 #: suffix of a name -> its effect; a name may have one suffix of each kind, in any order
 SUFFIXES: dict[str, Callable[[Preset], Preset]] = {
     "sink": lambda p: dataclasses.replace(p, sink=SINK_TOKENS, note=f"{p.note} with full-precision sinks"),
-    "hadamard": lambda p: dataclasses.replace(p, transform="hadamard", note=f"{p.note} with rotated keys"),
+    "hadamard": _with_rotation,
     **{score: _with_score(score) for score in SCORES[1:]},
 }
 
@@ -312,9 +316,9 @@ def why_not_of(preset: str, name: str | None, specs: Iterable[LayerSpec]) -> str
 
 
 def preset_names() -> list[str]:
-    """The presets, in the order of the documentation. A name takes the suffixes `-sink` (32 sink tokens) and, except for
-    latents, `-hadamard` (rotated keys), each once. Kitty's also take `-variance`, `-range` or `-random` (how channels are
-    chosen).
+    """The presets, in the order of the documentation. A name takes the suffixes `-sink` (32 sink tokens) and, if it has no
+    transform and no latents, `-hadamard` (rotated keys), each once. Kitty's also take `-variance`, `-range` or `-random`
+    (how channels are chosen).
 
     Example:
         >>> "kivi-4-sink" in lb.preset_names()
@@ -341,11 +345,14 @@ def get_preset(name: str) -> Preset:
         raise TypeError(f"preset must be a name such as 'kivi-2', not {type(name)}")
     if (preset := _derive(name)) is not None:
         return preset
+    from .formats import where_read
+
     lower = name.lower()
     close = [lower] if _derive(lower) else difflib.get_close_matches(lower, [*PRESETS, *PAPER_PRESETS], n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(map(repr, close))}? " if close else ""
     raise ValueError(
-        f"preset={name!r} is not known; {hint}allowed: {', '.join(PRESETS)} (each also with '-sink', '-hadamard'). "
+        f"preset={name!r} is not known; {where_read(name)}{hint}allowed: {', '.join(PRESETS)} (each also with '-sink', "
+        "'-hadamard'). "
         "Register your own presets first (lb.register_preset; on the command line --import FILE)"
     )
 
@@ -371,12 +378,11 @@ BITS_OF_A_PAGE = {
     ("static-65444333", "static-4-tn"): 4.078125,
     ("static-64332222", "static-3-tn"): 3.078125,
     ("static-54222100", "static-2-tn"): 2.078125,
-    ("static-54222100", "trellis-2"): 2.078125,
     ("fp8-centered", "fp8"): 8.3125,
     ("fp8", "dense"): 161 / 18,
 }
 #: prefixes of the names of formats with calibrated parameters
-CALIBRATED = ("static-", "trellis-")
+CALIBRATED = ("static-",)
 
 
 def bits_per_value(preset: Preset, tokens: int) -> float | None:

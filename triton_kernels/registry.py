@@ -40,7 +40,6 @@ from ..formats.fp8 import Fp8
 from ..formats.fp8_centered import Fp8Centered
 from ..formats.fragment import LAYOUTS
 from ..formats.static import Static
-from ..formats.trellis import Trellis
 from ..storage.layer_spec import LayerSpec
 
 #: names of modules, here and below. Only the modules of a cache's formats are imported, because Triton reads the source of
@@ -53,7 +52,6 @@ KERNELS: dict[type[Format], str] = {
     Fp8: ".fp8",
     Fp8Centered: ".fp8_centered",
     Static: ".static",
-    Trellis: ".trellis",
 }
 
 #: for pages that other kernels attend to (layouts of `formats.fragment`): modules with `params` and `decode` only
@@ -64,7 +62,6 @@ READERS: dict[type[Format], str] = {
     Fp8: ".fp8_fragment",
     Fp8Centered: ".fp8_fragment",
     Static: ".static_fragment",
-    Trellis: ".trellis",
 }
 
 

@@ -13,7 +13,7 @@ long="--shape gqa_b8_32k --shape gqa_b1_128k"
 all="$long --shape gqa_b32_8k --shape mha_b8_8k"
 both="--backend cuda --backend triton"
 vecinfer="--preset vecinfer-2 --preset vecinfer-4 --preset vecinfer-1.5"
-eigen="--preset eigen-2 --preset eigen-2-trellis --preset eigen-3"
+eigen="--preset eigen-2 --preset eigen-3"
 steps="--contender kivi-2/tuned --contender dense/tuned --contender kivi-2/recorded --contender StaticCache/compiled --contender DynamicCache/eager"
 
 # docs/dev/own-formats.md: 2.5 minutes

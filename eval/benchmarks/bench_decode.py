@@ -13,7 +13,7 @@ machines and days.
 - `behind_ms`, `step_behind_ms`: `ms` and `step_ms` when another kernel runs before each call, as in a model
   (`time_cold`). Then neither data nor instructions are in a cache of the GPU.
 - `ratio`, `step_ratio`, `behind_ratio`, `step_behind_ratio`: time of the fastest peer divided by ours. A peer only
-  attends. Its inputs rotate as ours do. For the `cold` ratios, another kernel also runs before the peer.
+  attends. Its inputs rotate as ours do. For the `behind` ratios, another kernel also runs before the peer.
   `step_behind_ratio` is closest to what a model gains.
 - `byte_limit_ratio`: `ratio` of a step that only reads its packed bytes, at the bandwidth measured in the same run.
   For ragged batches the peer is the preset `dense`, because PyTorch's attention needs rows of one length.

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Quan
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME
-from hf_lowbit_kv.cache.method_caches import from_preset
+from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.eval.benchmarks.measure import transcripts
 from hf_lowbit_kv.eval.benchmarks.result_files import (
     Commit,

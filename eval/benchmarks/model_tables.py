@@ -329,8 +329,8 @@ def ruler_table(path: Path = TASKS) -> str:
 
 
 def losses_list(path: Path = TASKS) -> str:
-    """A line for each column of `tasks_table`: how far the presets are from 16 bits, in points. A preset that is further
-    away than the standard error of a difference is named apart, with the kinds of tasks that lose most."""
+    """A line for each column of `tasks_table`: how far the presets are from 16 bits, in points, with the standard error of the
+    difference. A preset that is further away than two of them is named apart, with the kinds of tasks that lose most."""
     presets = newest_tasks(path)
     lines = []
     for column, keys in _columns(presets).items():
@@ -341,31 +341,50 @@ def losses_list(path: Path = TASKS) -> str:
         if full is None:
             lines.append(f"- **{column}**: 16 bits are not measured, so this column shows no loss.\n")
             continue
-        error = 2**0.5 * _standard_error(presets["dense"], keys)
-        away = {name: f"`{name}` {x - full:+.1f}" for name, x in scored.items()}
-        near = ", ".join(away[name] for name, x in scored.items() if abs(x - full) <= error)
-        far = ", ".join(
-            away[name] + _most_lost(presets[name], presets["dense"], keys)
-            for name, x in scored.items()
-            if abs(x - full) > error
-        )
-        line = f"- **{column}**: 16 bits have {full:.1f}. Within the error of a difference, {error:.1f} points: "
-        wrapped = textwrap.fill(
-            f"Further away: {far}.", 150, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
-        )
-        lines.append(line + f"{near or 'no preset'}." + (f"\n{wrapped}" if far else "") + "\n")
+        near, far = [], []
+        for name, x in scored.items():
+            error = paired_error(presets[name], presets["dense"], keys)
+            away = f"`{name}` {x - full:+.1f} ± {error:.1f}"
+            if abs(x - full) <= 2 * error:
+                near.append(away)
+            else:
+                far.append(away + _most_lost(presets[name], presets["dense"], keys))
+        paragraphs = [f"- **{column}**: 16 bits have {full:.1f}. Within two errors: {', '.join(near) or 'no preset'}."]
+        paragraphs += [f"  Further away: {', '.join(far)}."] if far else []
+        lines += [
+            textwrap.fill(each, 150, subsequent_indent="  ", break_on_hyphens=False) + "\n" for each in paragraphs
+        ]
     return "".join(lines) or NONE
+
+
+def paired_error(records: Records, others: Records, keys: list[Key]) -> float:
+    """The standard error of a difference of mean scores, in points. Both presets answered the same items, so the error is
+    that of the differences of items (`item_scores`)."""
+    variances = []
+    for key in keys:
+        pair, count = [item_scores(each[key]) for each in (records, others)], records[key]["items"]
+        if count != others[key]["items"]:
+            raise ValueError(f"{key}: {count} and {others[key]['items']} items are not the same items")
+        differences = [pair[0].get(name, 1.0) - pair[1].get(name, 1.0) for name in {**pair[0], **pair[1]}]
+        mean = sum(differences) / count
+        squares = sum((x - mean) ** 2 for x in differences) + (count - len(differences)) * mean**2
+        variances.append(squares / max(count - 1, 1) / count)
+    return 100 * sum(variances) ** 0.5 / len(keys)
+
+
+def item_scores(record: Mapping[str, Any]) -> dict[str, float]:
+    """Scores of the items that do not have the full score. Older records only name these items: each gets the mean of
+    theirs, which is exact where a score is 0 or 1."""
+    failed = record["failed"]
+    if isinstance(failed, dict):
+        return failed
+    rest = record["score"] * record["items"] - (record["items"] - len(failed))
+    return dict.fromkeys(failed, rest / max(len(failed), 1))
 
 
 def _points(records: Records, keys: list[Key]) -> float:
     """The mean score in percent."""
     return 100 * sum(records[key]["score"] for key in keys) / len(keys)
-
-
-def _standard_error(records: Records, keys: list[Key]) -> float:
-    """Of the mean score, in points. At most this, because an item's score is between 0 and 1."""
-    variances = (records[key]["score"] * (1 - records[key]["score"]) / records[key]["items"] for key in keys)
-    return 100 * sum(variances) ** 0.5 / len(keys)
 
 
 def _most_lost(records: Records, full: Records, keys: list[Key]) -> str:

@@ -11,7 +11,12 @@ examples for items of even index are items of odd index, and vice versa. HumanEv
 process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
 
 A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K it is the share that is
-solved. `failed`: items that do not have the full score. `seconds_of_all`: of all tasks that a preset answered at once.
+solved. `failed`: the scores of the items that do not have the full score, by name. `seconds_of_all`: of all tasks that
+a preset answered at once.
+
+`--forced` measures RULER's tasks without sampling noise: each cache reads the prompt in the same chunks, then the right
+answer, and is compared with the 16-bit cache at each of its tokens. A record has lists over items: `kl` (mean over the
+answer's tokens, nats), `nll` and `nll_full` (of the right tokens).
 
 `packed_share`: share of the tokens that the last token of an answer attends to that are in packed pages, mean over items.
 """
@@ -31,18 +36,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import typer
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.cache.low_bit_cache import LowBitCache
 from hf_lowbit_kv.eval.benchmarks import ruler_tasks
 from hf_lowbit_kv.eval.benchmarks.model_accuracy import DEVICE, load
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Dtype, ModelName, Out, RecordedName, Run
 from hf_lowbit_kv.eval.chunked_reader import packs
 from hf_lowbit_kv.eval.local_models import package_folder
 from hf_lowbit_kv.eval.provenance import results_path, run_command
-from hf_lowbit_kv.presets import get_preset
+from hf_lowbit_kv.presets import get_preset, is_calibrated
+from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.result import Result
 
 #: solved items of a prompt
@@ -62,6 +72,7 @@ for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)
 exec(compile(sys.argv[3], "answer", "exec", dont_inherit=True), {"__name__": "__main__"})
 """
 OUT = results_path("tasks", "models")
+OUT_FORCED = results_path("answers", "models")
 
 
 class Item(NamedTuple):
@@ -179,7 +190,8 @@ def packed_share(preset: str, tokens: list[int]) -> float:
 
 
 class Question(NamedTuple):
-    """A prompt's tokens, the end of an answer, the most tokens of an answer, and the score of an answer (0 to 1)."""
+    """A prompt's tokens, the end of an answer, the most tokens of an answer, the score of an answer (0 to 1), and the
+    tokens of a right answer (RULER's tasks)."""
 
     task: str
     name: str
@@ -187,15 +199,22 @@ class Question(NamedTuple):
     stop: str | None
     most: int
     score: Callable[[str], float]
+    right: list[int] | None = None
 
 
 def questions_of(task: str, tokenizer: Any, context: int, limit: int) -> list[Question]:
     """The items of a task. `context` is of RULER's tasks. `limit`: most items; 0: all (of RULER's tasks `RULER_ITEMS`)."""
     if task in ruler_tasks.TASKS:
         most = ruler_tasks.answer_tokens(task)
+        drawn = ruler_tasks.samples(task, context, limit or RULER_ITEMS, tokenizer)
+        right = [
+            tokenizer(ruler_tasks.right_answer(task, x.answers), add_special_tokens=False).input_ids for x in drawn
+        ]
         return [
-            Question(task, str(index), ids, None, most, functools.partial(ruler_tasks.score, task, answers))
-            for index, (ids, answers) in enumerate(ruler_tasks.samples(task, context, limit or RULER_ITEMS, tokenizer))
+            Question(
+                task, str(index), ids, None, most, functools.partial(ruler_tasks.score, task, answers), right[index]
+            )
+            for index, (ids, answers) in enumerate(drawn)
         ]
     items = WORKED[task]()
     tokens = prompts(items, SHOTS, tokenizer)[: limit or None]
@@ -229,6 +248,37 @@ def answers(model: Any, tokenizer: Any, preset: str, questions: list[Question]) 
     return results
 
 
+@torch.no_grad()
+def answer_logprobs(model: Any, cache: LowBitCache, question: Question) -> torch.Tensor:
+    """Read a prompt in the chunks of `generate_many`, then a right answer. Returns log-probabilities, float32
+    `[tokens of the answer, vocabulary]`."""
+    assert question.right is not None
+    cache.reset()
+    ids = torch.tensor([question.ids + question.right[:-1]], device=model.device)
+    answer, options = len(question.ids) - 1, {**as_argument(cache), "use_cache": True}
+    for first in range(0, answer, CHUNK_SIZE):
+        model(ids[:, first : min(first + CHUNK_SIZE, answer)], **options, logits_to_keep=1)
+    return model(ids[:, answer:], **options).logits[0].float().log_softmax(-1)
+
+
+def forced(model: Any, questions: list[Question], presets: list[str], calibration: Path | None) -> dict[str, list[Any]]:
+    """By preset, an item's `kl`, `nll` and `nll_full` for each question, means over the answer's tokens."""
+    caches = {
+        name: lb.from_preset(name, model, calibration=calibration if is_calibrated(get_preset(name)) else None)
+        for name in ("dense", *presets)
+    }
+    out: dict[str, list[Any]] = {name: [] for name in presets}
+    for question in questions:
+        full = answer_logprobs(model, caches["dense"], question)
+        right = torch.tensor(question.right, device=full.device)[:, None]
+        for name in presets:
+            logprobs = answer_logprobs(model, caches[name], question)
+            kl = (full.exp() * (full - logprobs)).sum(-1)
+            figures = kl, -logprobs.gather(1, right), -full.gather(1, right)
+            out[name].append([float(x.mean()) for x in figures])
+    return out
+
+
 def scores(questions: list[Question], results: list[Result]) -> list[float]:
     texts = [
         (result.text or "").split(each.stop)[0] if each.stop else (result.text or "")
@@ -249,6 +299,10 @@ def main(
     ] = None,
     name: RecordedName = None,
     limit: Annotated[int, typer.Option(help=f"Most items of a task; 0: all, and {RULER_ITEMS} of RULER's.")] = 0,
+    forced_answers: Annotated[
+        bool, typer.Option("--forced", help="Compare presets at the tokens of right answers.")
+    ] = False,
+    calibration: Annotated[Path | None, typer.Option(help="With --forced: a file for calibrated presets.")] = None,
     dtype: Dtype = "bfloat16",
     device: Device = DEVICE,
     commit: Commit = None,
@@ -260,7 +314,7 @@ def main(
             raise typer.BadParameter(f"task={each!r} is not known; allowed: ruler, {', '.join(TASKS)}")
     for which in preset:
         get_preset(which)
-    run = Run("", device, commit, out)
+    run = Run("", device, commit, OUT_FORCED if forced_answers and out == OUT else out)
     loaded, tokenizer = load(run, model, name, dtype)
     chosen = dict.fromkeys(x for each in task or TASKS for x in (ruler_tasks.TASKS if each == "ruler" else [each]))
     groups: list[tuple[int | None, list[str]]]
@@ -268,6 +322,21 @@ def main(
     groups += [(length, [each for each in chosen if each not in WORKED]) for length in context or [4096]]
     for length, names in groups:
         questions = [x for each in names for x in questions_of(each, tokenizer, length or 0, limit)]
+        if forced_answers:
+            for which, rows in forced(loaded, [x for x in questions if x.right], preset, calibration).items():
+                for each in names if length else ():
+                    own = [row for x, row in zip(questions, rows, strict=True) if x.task == each]
+                    kl, nll, full = map(list, zip(*own, strict=True))
+                    record: dict[str, Any] = {
+                        "task": each,
+                        "preset": which,
+                        "context": length,
+                        "items": len(own),
+                        "forced": True,
+                    }
+                    record |= {"kl": kl, "nll": nll, "nll_full": full, "kl_mean": statistics.fmean(kl)}
+                    run.add(record | ({"calibration": calibration.name} if calibration else {}))
+            continue
         for which in preset if questions else ():
             begin = time.perf_counter()
             results = answers(loaded, tokenizer, which, questions)
@@ -282,11 +351,17 @@ def main(
                         "packed_share": packed_share(which, [x[1] + x[2] for x in own]),
                         "prompt_tokens": statistics.fmean(x[1] for x in own),
                         "seconds_of_all": seconds,
-                        "failed": [x[0] for x in own if x[3] < 1],
+                        "failed": {x[0]: x[3] for x in own if x[3] < 1},
                     }
                 )
             print(f"{which}, {length or 'worked examples'}: {len(questions)} answers in {seconds:.0f} s")
-    run.end("task", "context", "preset", "score:.3f", "items", "packed_share:.2f")
+    run.end(
+        "task",
+        "context",
+        "preset",
+        *(("kl_mean:.5f",) if forced_answers else ("score:.3f", "packed_share:.2f")),
+        "items",
+    )
 
 
 if __name__ == "__main__":

@@ -292,6 +292,12 @@ def answer_tokens(task: str) -> int:
     return int(_constants("data")[TASKS[task][0]]["tokens_to_generate"])
 
 
+def right_answer(task: str, answers: list[str]) -> str:
+    """An answer with the full score, as it continues the prompt."""
+    kind = TASKS[task][0]
+    return " " + ((", " if kind == "niah" else " ").join(answers) if kind != "qa" else answers[0])
+
+
 def score(task: str, answers: list[str], text: str) -> float:
     """RULER's score of an answer, from 0 to 1: the share of the strings that it has (`string_match_all`); of questions
     with several right answers whether it has one of them (`string_match_part`)."""

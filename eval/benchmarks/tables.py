@@ -25,7 +25,7 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval import bootstrap
-from hf_lowbit_kv.eval.benchmarks import baselines, bench_memory, measure, model_tables, page_tables
+from hf_lowbit_kv.eval.benchmarks import bench_memory, measure, model_tables, page_tables
 from hf_lowbit_kv.eval.benchmarks.page_tables import BENCHMARKS, benchmarks_page
 from hf_lowbit_kv.eval.benchmarks.result_files import Record, current_records, listed, markdown_table, newest
 from hf_lowbit_kv.eval.perplexity import mean_of
@@ -167,7 +167,7 @@ def presets_table(rows: list[PresetRow]) -> str:
 #: our own presets, and other presets of about the same size
 OWN = (
     *("int6", "kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3"),
-    *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2", "eigen-2-trellis"),
+    *("kitty-pro-variance", "kitty-pro", "kivi-2-sink", "eigen-2"),
 )
 
 
@@ -180,7 +180,7 @@ def own_table(rows: list[PresetRow]) -> str:
 #: pairs of compared presets, ours first
 PAIRS = (
     *(("eigen-4", "kivi-4-sink"), ("eigen-3", "k4v2-sink"), ("eigen-2", "kitty-pro")),
-    *(("eigen-2", "kitty-pro-variance"), ("eigen-2", "kivi-2-sink"), ("eigen-2-trellis", "eigen-2")),
+    *(("eigen-2", "kitty-pro-variance"), ("eigen-2", "kivi-2-sink")),
     ("int6", "kivi-4-sink"),
 )
 #: texts in the table of ratios, and the names of their columns
@@ -190,8 +190,6 @@ RATIO_TEXTS = {
     TRANSCRIPT: "transcript",
     JARGON: "jargon",
 }
-#: the same for the table of baselines
-COLUMN_TEXTS = {text: column for text, column in RATIO_TEXTS.items() if text != "popular.txt"}
 
 
 def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
@@ -210,22 +208,6 @@ def ratios_table(rows: list[PresetRow], accuracy: Path = measure.OUT) -> str:
     }
     columns |= {head: functools.partial(ratio, text=text) for text, head in RATIO_TEXTS.items()}
     return listed((pair for pair in PAIRS if {*pair} <= known), columns)
-
-
-def baselines_table(rows: list[PresetRow], path: Path = baselines.OUT, accuracy: Path = measure.OUT) -> str:
-    """KL of other methods, as implemented here, and of our own presets with the same bits for each code."""
-    last, own = newest(current_records(path), "baseline", "text"), newest(current_records(accuracy), "preset", "text")
-    known, dims, body = {row.preset for row in rows}, (HEAD_DIM, 128), []
-    for nbits in baselines.BITS:
-        for name in (name for name in baselines.BASELINES if name.endswith(f"-{nbits}")):
-            if any((name, text) in last for text in COLUMN_TEXTS):
-                page = [sum(fmt.bits_per_value(dim) for fmt in baselines.BASELINES[name][1:]) / 2 for dim in dims]
-                body.append((f"{name}, as implemented here", page, [last.get((name, text)) for text in COLUMN_TEXTS]))
-        if (preset := f"eigen-{nbits}") in known:
-            page = [_bits_of_page(preset, dim) for dim in dims]
-            body.append((f"`{preset}`", page, [own.get((preset, text)) for text in COLUMN_TEXTS]))
-    head = "method", f"bits, head_dim {HEAD_DIM}", "128", *(f"{shown}: KL" for shown in COLUMN_TEXTS.values())
-    return markdown_table(head, ([name, *(f"{x:.2f}" for x in page), *map(_with_error, of)] for name, page, of in body))
 
 
 #: the steps of Kitty's table 4, and the points of accuracy that Qwen3-8B gained with each step there
@@ -280,7 +262,6 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "positions": positions_table,
     "own": own_table,
     "ratios": ratios_table,
-    "baselines": baselines_table,
     "front": lambda rows: model_tables.front_table(),
     "models": lambda rows: model_tables.models_table(),
     "small-model": lambda rows: model_tables.models_table(model_tables.SMALL),

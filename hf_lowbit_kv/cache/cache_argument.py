@@ -1,6 +1,7 @@
-"""The name of the argument with which transformers passes a cache: `past_key_values` before 5.24, `cache` since.
+"""Differences between the supported releases of transformers.
 
-Users may write either name where transformers accepts it. This package's own calls use the current name.
+The argument with which transformers passes a cache is `past_key_values` before 5.24, and `cache` since. Users may write either
+name where transformers accepts it. This package's own calls use the current name.
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from transformers import GenerationMixin
 
+#: the installed release, e.g. (5, 24)
+RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+#: whether `generate` hands a mask to its decoding steps even if no prompt has padding. From 5.18 on it drops a mask of
+#: ones. It cannot be detected before kernels are chosen, so check the version. A wrong value costs time, not correctness:
+#: kernels are compiled at the first step
+GENERATE_KEEPS_MASKS = RELEASE < (5, 18)
 #: every name that transformers has had for it
 NAMES = ("cache", "past_key_values")
 #: the current one

@@ -23,75 +23,35 @@ from ..storage.transforms import Transform
 BackendName = Literal["torch", "cpu", "triton", "cuda"]
 
 
-class LayerOptions(TypedDict, total=False):
-    """Options that every cache takes. `max_cache_len` is separate, because presets do not have it."""
+class PresetOptions(TypedDict, total=False):
+    """Options of a preset's cache. `None` is the preset's value. transformers calls `residual` `residual_length`, and `bits_k`
+    and `bits_v` together `nbits`."""
 
-    page_size: int
+    key_format: str | Format | None
+    value_format: str | Format | None
+    sink: int | None
+    residual: int | None
+    residual_length: int | None
+    transform: str | Transform | None
     value_transform: str | Transform | None
+    bits_k: int | None
+    bits_v: int | None
+    nbits: int | None
+    group_size: int | None
+    boost: float | None
+    score: Score | None
+    page_size: int
     backend: BackendName | str | None
     dense_layers: Sequence[int]
     per_layer: PerLayer | None
     parameters: Mapping[int, Mapping[str, torch.Tensor]] | LayerTensors | None
-
-
-class WindowOptions(LayerOptions, total=False):
-    """These, and the number of newest tokens that stay in the model's dtype. transformers calls it `residual_length`."""
-
-    residual: int | None
-    residual_length: int | None
-
-
-class CalibratedOptions(WindowOptions, total=False):
-    """These, the transform of keys, and a calibration."""
-
-    transform: str | Transform | None
     calibration: Calibration | str | Path | None
     allow_other_weights: bool
 
 
-class PresetOptions(CalibratedOptions, total=False):
-    """Options that change a preset. transformers calls `bits_k` and `bits_v` together `nbits`."""
-
-    sink: int | None
-    key_format: str | Format
-    value_format: str | Format
-    bits_k: int
-    bits_v: int
-    nbits: int
-    group_size: int | None
-    boost: float
-    score: Score
-
-
 class PresetCacheOptions(PresetOptions, total=False):
-    """Options of `from_preset`."""
+    """Options of `from_preset` and of the classes in `method_caches`: these, and the size of a preallocated cache."""
 
-    max_cache_len: int | None
-
-
-class LatentCacheOptions(LayerOptions, total=False):
-    """Options of `MLAFP8Cache`."""
-
-    sink: int | None
-    max_cache_len: int | None
-
-
-class MethodCacheOptions(CalibratedOptions, total=False):
-    """Options of `KIVICache` and `KittyCache`."""
-
-    max_cache_len: int | None
-
-
-class IntCacheOptions(MethodCacheOptions, total=False):
-    """Options of `IntCache`."""
-
-    sink: int | None
-
-
-class VecInferCacheOptions(WindowOptions, total=False):
-    """Options of `VecInferCache`."""
-
-    allow_other_weights: bool
     max_cache_len: int | None
 
 

@@ -30,15 +30,22 @@ PIECE = 2**22
 BUFFERS = 3
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+class UninterpretableError(ValueError):
+    """Files are as they were written, but this release cannot interpret them."""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, str]:
     """Write tensors that are on the CPU. Returns their checksums (xxh3_128, hexadecimal) by name; that of the file's
-    header has the name `""`.
+    header, with `metadata`, has the name `""`.
 
     Raises:
         OSError: the file cannot be written, e.g. to a full disk.
     """
+    path.touch()
+    mode = path.stat().st_mode  # safetensors replaces the file by one that only its owner can read
     try:
-        save_file(dict(tensors), path)
+        save_file(dict(tensors), path, metadata)
+        path.chmod(mode)
     except SafetensorError as error:  # it has no class for what the system refuses
         if "I/O error" not in str(error):
             raise
@@ -49,16 +56,23 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     return {"": header} | {name: xxhash.xxh3_128_hexdigest(_bytes(tensor)) for name, tensor in tensors.items()}
 
 
-def read_tensors(file: FileIO, checksums: Mapping[str, str], device: torch.device) -> dict[str, torch.Tensor]:
+def read_tensors(
+    file: FileIO, checksums: Mapping[str, str], device: torch.device, description: str
+) -> dict[str, torch.Tensor]:
     """The tensors of a file, on `device`. On a GPU they arrive in its current stream. The file may be removed meanwhile:
     it is not opened again.
 
+    Args:
+        description: must be that of the file's metadata; files of earlier releases have none.
+
     Raises:
-        ValueError: truncated or altered; names the tensor.
+        ValueError: truncated or altered; names the tensor. UninterpretableError: it has another description.
     """
     path, size = Path(file.name), os.fstat(file.fileno()).st_size
     file.seek(0)
     header = _header(file, checksums[""], path, size)
+    if header.pop("__metadata__", {}).get("description", description) != description:
+        raise UninterpretableError(f"{path} belongs to another description")
     start = file.tell()
     end = max([entry["data_offsets"][1] for entry in header.values()], default=0)
     if size != start + end:
@@ -91,7 +105,8 @@ def _header(file: FileIO, checksum: str, path: Path, size: int) -> dict[str, Any
     text = file.read(length) if 0 <= length <= size else b""
     if len(text) != length or xxhash.xxh3_128_hexdigest(text) != checksum:
         raise ValueError(f"{path} was truncated or altered: its header is not what was saved")
-    return {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+    entries: dict[str, Any] = json.loads(text)
+    return entries
 
 
 class _Reader:

@@ -4,18 +4,13 @@ cache."""
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .registration import ATTENTION_NAME
-
-if TYPE_CHECKING:
-    from ..storage.model_sides import ModelSide
 
 NO_GRADIENTS = "a low-bit cache has no gradients: {}, or train without a cache"
 
@@ -36,28 +31,18 @@ CHANGED = (
     f"model.set_attn_implementation({ATTENTION_NAME!r}) first"
 )
 
-OTHER_MODEL = (
-    "the low-bit cache was made from another copy of this model: that copy has "
-    f"attn_implementation={ATTENTION_NAME!r}, and the model that runs has {{!r}}. Make the cache from the model that runs, or "
-    f"call set_attn_implementation({ATTENTION_NAME!r}) on it"
-)
-
-COMPUTED = (
-    "keys and values of a low-bit cache {}: this architecture computes with them between the cache and the attention "
-    f"function, which attn_implementation={ATTENTION_NAME!r} cannot serve. Use another implementation "
-    "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors."
+#: why other code than our attention function cannot use what `update()` returned
+NOT_USABLE = (
+    f"keys and values of a low-bit cache {{}}: under attn_implementation={ATTENTION_NAME!r} update() returns no tensors and "
+    "has stored nothing, because the attention function of the model stores the tokens when it attends. Either the cache was "
+    "made from another copy of this model: make it from the model that runs. Or this architecture computes with them between "
+    "the cache and the attention function, or no model called update(): select another implementation before the first token "
+    "(model.set_attn_implementation('sdpa')), then update() returns dense tensors"
 )
 
 NO_WEIGHTS = (
     f"output_attentions=True is not possible under attn_implementation={ATTENTION_NAME!r}, which makes no tensor of attention "
     "weights; use a cache of transformers and model.set_attn_implementation('eager')"
-)
-
-DIRECT = (
-    "the result of update() {}: under "
-    f"attn_implementation={ATTENTION_NAME!r} it is no tensor, and update() has stored nothing. The attention function of a "
-    "model stores the tokens when it attends. To store tokens without a model and get dense keys and values, select another "
-    "implementation first (model.set_attn_implementation('sdpa'))"
 )
 
 #: why a packed layer has no attribute of this name
@@ -116,34 +101,6 @@ def describe(config: Any) -> str:
     return (
         f"{selected} (slow: reads dense tensors; model.set_attn_implementation({ATTENTION_NAME!r}) reads packed pages)"
     )
-
-
-def why_not_usable(use: str, model_side: ModelSide | None = None) -> str:
-    """Why other code than our attention function received a `LayerView`: no model runs, the running model uses another
-    attention implementation, or its architecture computes with keys and values.
-
-    Args:
-        use: the operation that failed, e.g. "cannot be indexed".
-        model_side: that of the layer, if known.
-    """
-    if (module := _running_module(sys._getframe(1))) is None:
-        return DIRECT.format(use.replace("have", "has", 1))
-    if (running := module.config._attn_implementation) not in (None, ATTENTION_NAME):
-        return OTHER_MODEL.format(running)
-    other = model_side.why_not(module) if model_side is not None else None
-    return other or COMPUTED.format(use)
-
-
-def _running_module(frame: FrameType | None) -> Any:
-    """The innermost module with an attention implementation whose method is being called, or `None`. It is found on the
-    call stack, because transformers does not pass a cache the model that calls it."""
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        config: Any = getattr(module, "config", None) if isinstance(module, torch.nn.Module) else None
-        if hasattr(config, "_attn_implementation"):
-            return module
-        frame = frame.f_back
-    return None
 
 
 def refuse_backward(out: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from .implementation import why_not_usable
+from .implementation import NOT_USABLE
 
 if TYPE_CHECKING:
     from .low_bit_layer import LowBitLayer
@@ -26,28 +26,26 @@ class LayerView(NamedTuple):
         return self
 
     def __getattr__(self, name: str):
-        # while a model is compiled, views without fields exist
-        model_side = self.layer.model_side if len(self) else None
-        raise AttributeError(why_not_usable(f"have no attribute {name!r}", model_side))
+        raise AttributeError(NOT_USABLE.format(f"have no attribute {name!r}"))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise TypeError(why_not_usable(f"cannot be passed to {getattr(function, '__name__', function)}"))
+        raise TypeError(NOT_USABLE.format(f"cannot be passed to {getattr(function, '__name__', function)}"))
 
     def __getitem__(self, index):  # otherwise a tuple's method of this name would be used
-        raise TypeError(why_not_usable("cannot be indexed"))
+        raise TypeError(NOT_USABLE.format("cannot be indexed"))
 
     def __add__(self, other):
-        raise TypeError(why_not_usable("cannot be added"))
+        raise TypeError(NOT_USABLE.format("cannot be added"))
 
     def __mul__(self, other):
-        raise TypeError(why_not_usable("cannot be multiplied"))
+        raise TypeError(NOT_USABLE.format("cannot be multiplied"))
 
     def __rmul__(self, other):
         return self * other
 
     def __matmul__(self, other):
-        raise TypeError(why_not_usable("cannot be multiplied"))
+        raise TypeError(NOT_USABLE.format("cannot be multiplied"))
 
     def __rmatmul__(self, other):
         return self @ other

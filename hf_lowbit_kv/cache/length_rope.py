@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 #: the read length of this thread's forward passes; `None`: that of their longest row
-prefill_length: contextvars.ContextVar[int | None] = contextvars.ContextVar("reading_length", default=None)
+prefill_length: contextvars.ContextVar[int | None] = contextvars.ContextVar("prefill_length", default=None)
 #: the method in which some models drop their cache
 PREPARE = "prepare_inputs_for_generation"
 
@@ -98,27 +96,17 @@ def drop_limit(model_or_config: Any) -> int | None:
 
 
 def warn_of_drop(model_or_config: Any) -> None:
-    """Warn when a cache is made for a model whose `generate` drops it."""
+    """Warn the caller of a public constructor if the model's own `generate` drops the cache."""
     limit = drop_limit(model_or_config)
     config = getattr(model_or_config, "config", model_or_config)
     if limit is None or PREPARE in vars(model_or_config) or getattr(config, "max_position_embeddings", limit) <= limit:
-        return
-    if not _made_by_user(sys._getframe(1)):
         return
     warnings.warn(
         f"model.generate of model_type={config.model_type!r} drops every cache when a text grows beyond {limit} tokens "
         "(original_max_position_embeddings), and goes on with a full-precision one. lb.generate, and model.generate under "
         "lb.enable, keep the low-bit cache",
-        stacklevel=4,
+        stacklevel=3,
     )
-
-
-def _made_by_user(frame: FrameType | None) -> bool:
-    """Whether code outside of this package has called the functions of this folder that are on the stack."""
-    folder = __name__.rpartition(".")[0]
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(folder):
-        frame = frame.f_back
-    return frame is None or frame.f_globals.get("__name__", "").split(".")[0] != folder.split(".")[0]
 
 
 # ---- read lengths of a cache ------------------------------------------------------------------------------------------------

@@ -186,7 +186,8 @@ class LowBitCache(Cache, PushToHubMixin):
         # `lb.generate`, which borrows, compares in each call
         if made_for and not (allow_other_weights or isinstance(calibration, calibration_lookup.Borrowed)):
             self._calibrated = Calibrated(made_for, self._snapshot())
-        warn_of_drop(model_or_config)
+        if preset is None:  # `from_preset` warns itself
+            warn_of_drop(model_or_config)
 
     #: how the latest decode steps ran, for `summary()`: recorded with which fused parts, or why eager. `None`: no recorder ran
     #: them
@@ -206,7 +207,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     @text.setter
     def text(self, ids: torch.Tensor | None) -> None:
-        self.facts.ids = ids
+        self.facts.know(ids, self.model.alive())
 
     @property
     def positions(self) -> ModelPositions:
@@ -424,7 +425,7 @@ class LowBitCache(Cache, PushToHubMixin):
         self.check_model()
         if tp_size(model) > 1:
             raise ValueError("a cache of tensor parallelism cannot be saved: each process holds some of its KV heads")
-        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"))
+        header = saved_cache.header_of(self, fingerprint_of(model, "a saved cache"), self.text)
         if push_to_hub:
             from huggingface_hub import create_repo
 
@@ -672,7 +673,9 @@ class LowBitCache(Cache, PushToHubMixin):
         filled_by, stored = self.facts.filled_by, int(self._first_packed_layer.get_seq_length())
         if filled_by is None or not stored or (now := self._snapshot(model)) is None:
             return None
-        return filled_by.difference(now)
+        if (reason := filled_by.difference(now)) is not None or filled_by.running is not None:
+            return reason  # of a running model, the rows are those of the model that the cache was made for
+        return self.facts.why_other_rows(self.model.alive() if model is None else model)
 
     def check_model(self, model: Any = None) -> None:
         """Raise `ValueError` if another model, or another adapter, computed the stored tokens (`why_another_model`)."""

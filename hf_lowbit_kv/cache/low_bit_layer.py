@@ -20,13 +20,13 @@ from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.row_memory import RowMemory, fork_stores
 from ..storage.step import StepInputs
 from ..triton_kernels.toolchain import why_gpu_cannot_launch
+from .cache_argument import GENERATE_KEEPS_MASKS
 from .filled_by import another_model
 from .implementation import ATTENTION_NAME, PACKED, refuse_backward
 from .layer_view import LayerView
 from .pass_guard import PassGuard
 from .text_facts import TextFacts
 from .token_counts import DeviceLength, Length, Padding, Seen, fork_lengths
-from .transformers_release import GENERATE_KEEPS_MASKS
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
 Contents = tuple[PagedStore | None, Length]

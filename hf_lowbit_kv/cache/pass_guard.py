@@ -150,10 +150,6 @@ class PassGuard:
             return
         if mask is None and (whole := _cut_prompt(position_ids, seen)) is not None and not layer.holds_padded_rows():
             raise ValueError(another_text(whole, seen))
-        if tokens == 1 or tokens < seen or (mask is not None and mask.dim() != 2):
-            return
-        if _is_padded_prompt(position_ids, mask, layer.store.state.length[:, 0]):
-            raise ValueError((another_text if tokens == seen else same_text_again)(tokens, seen))
 
 
 def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
@@ -171,21 +167,3 @@ def _cut_prompt(position_ids: torch.Tensor, seen: int) -> int | None:
     first, last = position_ids[0, [0, -1]].tolist()
     whole = last + 1
     return whole if (first, whole - first) == (seen - whole, tokens) else None
-
-
-def _is_padded_prompt(position_ids: torch.Tensor, mask: torch.Tensor | None, stored: torch.Tensor) -> bool:
-    """Whether new tokens are a prompt of another text, with at least as many columns as the cache, possibly padded.
-
-    `generate` passes such a prompt whole (see `_cut_prompt`), and numbers the positions of a row from its first real token.
-    In a continued row, positions include the stored tokens. Rows without stored or new tokens are inconclusive.
-
-    Args:
-        position_ids: `[B or 1, S]`.
-        mask: the new tokens' padding, bool `[B, S]`; `None`: there is none.
-        stored: tokens of each row, int `[B]`.
-    """
-    if mask is None:
-        mask = torch.ones(1, position_ids.shape[1], dtype=torch.bool, device=position_ids.device)
-    new = mask.sum(1)
-    last = torch.where(mask, position_ids.to(mask.device), -1).amax(1)
-    return bool(((last == new - 1) & (new > 0) & (stored.to(mask.device) > 0)).any())

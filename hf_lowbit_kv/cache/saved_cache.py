@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from io import FileIO
@@ -26,11 +28,11 @@ from filelock import FileLock
 from ..calibration_files import calibration_lookup
 from ..folders import try_folder
 from ..presets import why_not_of
-from ..storage.content_digests import difference, digest, fingerprint_of
+from ..storage.content_digests import difference, digest, fingerprint_of, rows_digest
 from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from .cache_contents import CacheContents
-from .checked_tensors import read_tensors, write_tensors
+from .checked_tensors import UninterpretableError, read_tensors, write_tensors
 from .model_positions import keeps_positions
 from .native_layer_contents import NativeContents
 
@@ -48,14 +50,16 @@ _SIDES = ("keys", "values")
 # ---- writing -----------------------------------------------------------------------------------------------------------
 
 
-def header_of(cache: Any, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of a cache and its model for a file, and the calibration's tensors (`parameters`)."""
+def header_of(cache: Any, fingerprint: Mapping[str, Any], ids: torch.Tensor | None = None) -> dict[str, Any]:
+    """The description of a cache and its model for a file, and the calibration's tensors (`parameters`). ids: of the text, if
+    known."""
     packed = {index: layer for index, layer in enumerate(cache.layers) if hasattr(layer, "spec")}
     return {
         "class": type(cache).__name__,
         "preset": cache.preset,
         "specs": {str(index): layer.spec.with_layouts("planar-1", "planar-1").key for index, layer in packed.items()},
         "fingerprint": fingerprint,
+        "embedded": None if ids is None else rows_digest(cache.model.get("saved"), ids),
         "parameters": {f"{index}.{name}": x for index, layer in packed.items() for name, x in layer.parameters.items()},
     }
 
@@ -63,7 +67,8 @@ def header_of(cache: Any, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 def header_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The header that a file was written with."""
     named = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith("parameters.")}
-    return {**{name: description[name] for name in ("class", "preset", "specs", "fingerprint")}, "parameters": named}
+    fields = {name: description[name] for name in ("class", "preset", "specs", "fingerprint")}
+    return {**fields, "embedded": description.get("embedded"), "parameters": named}
 
 
 def write(
@@ -81,6 +86,8 @@ def write(
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file; a cache is saved into a folder: give another name")
+    if any(not layer.tokens.paged for layer in contents.layers.values()):
+        raise ValueError("the cache has no rows: there is nothing to save")
     tensors, described = _tensors_of(contents)
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -97,7 +104,7 @@ def write(
     temporary = folder / f".{secrets.token_hex(8)}.tmp"
     of_tensors = temporary.with_suffix(".tensors.tmp")
     try:
-        checksums = write_tensors(of_tensors, tensors)
+        checksums = write_tensors(of_tensors, tensors, {"description": _described_by(description)})
         name = f"lowbit_cache-{_checksum(json.dumps(checksums, sort_keys=True))}.safetensors"
         description |= {"checksums": checksums, "tensors": name}
         temporary.write_text(_signed(description), encoding="utf-8")
@@ -164,6 +171,13 @@ def _checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
+def _described_by(description: Mapping[str, Any]) -> str:
+    """A checksum of what describes the tensors. Their file contains it, so neither of the two goes with another one."""
+    return _checksum(
+        json.dumps({name: x for name, x in description.items() if name not in ("checksums", "tensors")}, sort_keys=True)
+    )
+
+
 def _signed(description: dict[str, Any]) -> str:
     text = json.dumps(description)
     return json.dumps({"checksum": _checksum(text), "content": text}, indent=1)
@@ -189,7 +203,7 @@ class Saved(NamedTuple):
 
     def tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The tensors, on `device`."""
-        return read_tensors(self.file, self.description["checksums"], device)
+        return read_tensors(self.file, self.description["checksums"], device, _described_by(self.description))
 
 
 @contextlib.contextmanager
@@ -198,21 +212,28 @@ def opened(source: str | Path, revision: str | None = None, token: str | bool | 
 
     Raises:
         FileNotFoundError: there is none. ValueError: as `read_description`, or the tensors are not there.
+        UninterpretableError: also in place of what the block raises because the description has other fields or values
+            than this release writes.
     """
     local, path = Path(source).exists(), _find(source, revision, token)
     while True:
         description = read_description(path)
-        file = path.parent / description["tensors"]
+        file = path.parent / _named(description, path)
         if not local and not file.is_file():
             file = _of_hub(str(source), description["tensors"], revision, token)
         try:
+            if not stat.S_ISREG(file.stat().st_mode):  # to open a pipe would wait for somebody who writes to it
+                raise ValueError(f"{file} is no regular file")
             open_file = file.open("rb", buffering=0)
             break
         except FileNotFoundError:  # unless another process has replaced both
             if read_description(path) == description and not file.exists():
                 raise ValueError(f"{path} names {description['tensors']}, which is not there") from None
     with open_file:
-        yield Saved(path, description, open_file)
+        try:
+            yield Saved(path, description, open_file)
+        except (LookupError, TypeError, AttributeError, AssertionError) as error:
+            raise UninterpretableError(f"{path} cannot be interpreted: {type(error).__name__}: {error}") from error
 
 
 def _find(source: str | Path, revision: str | None, token: str | bool | None) -> Path:
@@ -248,21 +269,34 @@ def read_description(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not the description of a cache, was truncated or altered, or has another version.
     """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UninterpretableError(f"{path} is no regular file")
     try:
         signed = json.loads(path.read_text(encoding="utf-8"))
         text, checksum = signed["content"], signed["checksum"]
         altered = set(signed) != {"content", "checksum"} or _checksum(text) != checksum
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no saved cache, or was truncated or altered: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no saved cache, or was truncated or altered: {error!r:.200}") from error
     if altered:
         raise ValueError(f"{path} was altered: its content is not what was saved")
-    description = json.loads(text)
-    if description.get("format") != _FORMAT or description.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format {description.get('format')!r}, version {description.get('version')!r}; this release reads "
-            f"{_FORMAT!r}, version {VERSION}: make it again"
+    try:
+        description: dict[str, Any] = json.loads(text)
+        kind, version = description["format"], description["version"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UninterpretableError(f"{path} cannot be interpreted: {error!r:.200}") from error
+    if kind != _FORMAT or version != VERSION:
+        raise UninterpretableError(
+            f"{path} has format {kind!r}, version {version!r}; this release reads {_FORMAT!r}, version {VERSION}: make it again"
         )
     return description
+
+
+def _named(description: Mapping[str, Any], path: Path) -> str:
+    """The name of the tensors' file."""
+    name = description.get("tensors")
+    if not isinstance(name, str) or not re.fullmatch(r"lowbit_cache-[0-9a-f]{32}\.safetensors", name):
+        raise UninterpretableError(f"{path} names {name!r:.100} as its tensors")
+    return name
 
 
 def check_model(description: Mapping[str, Any], model: Any, path: Path) -> None:
@@ -285,7 +319,12 @@ def check_expected(
     cache: Any,
     path: Path,
 ) -> None:
-    """Raise `ValueError` if the cache does not have the preset or the calibration that the caller expects."""
+    """Raise `ValueError` if the cache does not have the preset or the calibration that the caller expects, or the model other
+    embeddings of its text."""
+    if description.get("embedded") is not None:
+        now = rows_digest(model, tensors.get("text"))
+        if now not in (description["embedded"], None):
+            raise ValueError(f"{path} was saved for another model: the embedding of a token of its text differs")
     if preset is not None:
         reason = why_not_of(preset, description["preset"], specs_in(description).values())
         if reason is not None:
@@ -319,17 +358,22 @@ def specs_in(description: Mapping[str, Any]) -> dict[int, LayerSpec]:
     try:
         return {int(index): LayerSpec.parse(key) for index, key in description["specs"].items()}
     except ValueError as error:
-        raise ValueError(
+        raise UninterpretableError(
             f"the saved cache has a format or a layout that this release does not know: {error}"
         ) from error
 
 
 def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> CacheContents:
     """The contents of the saved cache."""
-    layers = {
-        int(index): _layer_contents(fields, f"layers.{index}", tensors)
-        for index, fields in description["layers"].items()
-    }
+    try:
+        layers = {
+            int(index): _layer_contents(fields, f"layers.{index}", tensors)
+            for index, fields in description["layers"].items()
+        }
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise UninterpretableError(f"the saved cache has a layer that this release does not know: {error}") from error
     native_layers = {
         int(index): NativeContents.from_tensors(
             fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}
@@ -348,7 +392,7 @@ def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str
     for part in ("sink", "tail"):
         parts = [tensors[f"{prefix}.{part}.{side}"].split(fields[f"{part}s"], dim=1) for side in _SIDES]
         pairs[part] = list(zip(*parts, strict=True))
-    return LayerContents(
+    layer = LayerContents(
         LayerSpec.parse(fields["spec"]),
         [tensors[f"{prefix}.pages"]],
         tensors[f"{prefix}.table"].cpu().long(),
@@ -361,6 +405,15 @@ def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str
         fields["mode"],
         [(start, tensors[name]) for start, name in fields["padding"]],
     )
+    longest, heads = max(layer.lengths), tensors[f"{prefix}.pages"].shape[1]
+    most = longest + sum(mask.shape[1] for _, mask in layer.padding)
+    if (
+        min(layer.paged) < 0
+        or not longest <= layer.seen <= most
+        or (fields["heads"], *fields["widths"]) != (heads, *layer.widths)
+    ):
+        raise ValueError(f"{prefix} has other numbers of tokens, heads or channels than its tensors")
+    return layer
 
 
 def options_for(specs: Mapping[int, LayerSpec]) -> dict[str, Any]:

@@ -6,7 +6,13 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, cache_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.cache_utils import Cache
 
 from ..storage.attention_kinds import parse_attention_kind
@@ -55,6 +61,14 @@ def generates(model: Any) -> Any:
     while isinstance(model, torch.nn.Module) and hasattr(model, "_orig_mod"):
         model = model._orig_mod
     return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class that loads a model of this configuration: Qwen2-VL and LLaVA are no causal language models there."""
+    causal: Any = AutoModelForCausalLM
+    multimodal: Any = AutoModelForMultimodalLM
+    kind = type(config)
+    return multimodal if kind in multimodal._model_mapping and kind not in causal._model_mapping else causal
 
 
 def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..storage.content_digests import EmbeddedRows, rows_digest
 from .filled_by import FilledBy
 from .length_rope import ReadLengths
 from .model_positions import ModelPositions
@@ -28,6 +29,8 @@ class TextFacts:
     """the lengths of the text when its tokens were read; `None`: the model's rotary embeddings do not depend on them"""
     ids: torch.Tensor | None = None
     """int64 `[B, n]` of the stored tokens, if known. For a prompt of embeddings, their sums instead (`stored_text`)"""
+    embedded: EmbeddedRows | None = None
+    """the rows of the input embedding when these ids became known; `None`: not compared"""
     positions: ModelPositions = field(default_factory=ModelPositions)
     """those that the model keeps outside of its cache"""
     filled_by: FilledBy | None = None
@@ -36,6 +39,23 @@ class TextFacts:
     """"packed" (our attention) or "dense" (any other)"""
     warned: bool = False
     """whether the cache has warned that another attention implementation makes it slow"""
+
+    def know(self, ids: torch.Tensor | None, model: Any) -> None:
+        """These are the ids of the whole text. model: the one that has read them; `None`: it is gone."""
+        self.ids, self.embedded = ids, None
+        if ids is not None and not ids.is_floating_point() and model is not None:
+            self.embedded = EmbeddedRows.of(model)
+            if self.embedded is not None:
+                self.embedded.add(ids)
+
+    def why_other_rows(self, model: Any) -> str | None:
+        """How the embedding of the text's tokens differs in this model, in words; `None`: it does not, or is not known. Waits
+        for the device."""
+        if self.embedded is None or self.ids is None or self.embedded is EmbeddedRows.of(model):
+            return None
+        if rows_digest(model, self.ids) in (self.embedded.digest(self.ids), None):
+            return None
+        return "the embedding of a token of the text has other numbers"
 
     def reset(self) -> None:
         """Nothing is stored."""
@@ -81,7 +101,8 @@ class TextFacts:
 
     def put(self, contents: CacheContents, filled_by: FilledBy, model: Any) -> None:
         """The cache has got these contents, whose model this is."""
-        self.ids, self.filled_by = contents.text, filled_by
+        self.know(contents.text, model)
+        self.filled_by = filled_by
         self.mode = next((layer.mode for layer in contents.layers.values()), None)
         if contents.positions is not None:
             self.positions.values = dict(contents.positions)

@@ -57,7 +57,7 @@ def jobs_of(spec: Any) -> Iterator[Job]:
     pairs = (spec.key_transform, spec.key_format), (spec.value_transform, spec.value_format)
     for side, (transform, fmt) in zip(SIDES, pairs, strict=True):
         if transform.has_parameters or fmt.has_parameters:
-            yield Job(side, transform, fmt.calibrated, spec.sink, spec.page_size)
+            yield Job(side, transform, fmt, spec.sink, spec.page_size)
 
 
 class SampledPages(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,6 @@ class Windows:
         return f"{len(self.windows)} window{'s' if len(self.windows) != 1 else ''} of {self.length}"
 
 
-def check_texts(texts: Any, tokenizer: Any) -> None:
-    """Raise `TypeError` unless `texts` is a list of strings and `tokenizer` can be called."""
-    if isinstance(texts, str) or not isinstance(texts, Collection):
-        raise TypeError(f"texts must be a list of strings, not {type(texts).__name__}")
-    if wrong := [text for text in texts if not isinstance(text, str)]:
-        raise TypeError(f"texts must be a list of strings, not of {type(wrong[0]).__name__}")
-    if not callable(tokenizer):
-        raise TypeError(f"tokenizer={tokenizer!r} is not allowed; it must be the tokenizer of the model")
-
-
 class Tokens:
     """The tokens of texts.
 
@@ -48,11 +38,12 @@ class Tokens:
         tokenizer: turns a string into `input_ids`; its `eos_token_id` is the end token.
 
     Raises:
-        TypeError: as for `check_texts`.
+        TypeError: `texts` is a string, whose characters would be the texts.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any):
-        check_texts(texts, tokenizer)
+        if isinstance(texts, str):
+            raise TypeError("texts must be a list of strings, not str")
         self.texts = len(texts)
         self.ids = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0] for text in texts if text.strip()]
         self.count = sum(map(len, self.ids))

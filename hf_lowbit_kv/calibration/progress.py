@@ -46,8 +46,6 @@ def reporting(progress: bool | Report | None) -> Iterator[Report]:
     if callable(progress):
         yield progress
         return
-    if not isinstance(progress, (bool, type(None))):
-        raise TypeError(f"progress={progress!r} is not allowed; it must be True, False or a function")
     if not progress:
         yield lambda stage, done, total: None
         return

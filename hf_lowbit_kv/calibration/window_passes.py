@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from ..cache.cache_argument import as_argument
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
+from ..cache.preset_cache import cache_of_preset
 from ..storage.model_sides import causal_attention
 from ..storage.reference import plain_attention
 from ..storage.step import StepInputs
@@ -74,7 +75,7 @@ def _observed_cache(
 ) -> LowBitCache:
     """A low-bit cache for one forward pass. Its packed layers store nothing: they pass on keys and values, and attend in
     full precision. Native layers (sliding windows) do not change."""
-    cache = LowBitCache(model, "dense", "dense", backend="torch")
+    cache = cache_of_preset("dense", model, backend="torch")
     for index, layer in enumerate(cache.layers):
         if layer not in cache.packed_layers:
             continue

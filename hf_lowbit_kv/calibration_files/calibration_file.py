@@ -14,8 +14,8 @@ import hashlib
 import json
 import os
 import reprlib
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Calibration:
         path: the file from which the calibration was loaded.
 
     Example:
-        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["million-2"], samples=2, length=256, progress=False)
+        >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["vecinfer-2"], samples=2, length=256, progress=False)
         >>> calibration.save("mine.safetensors")
         >>> lb.Calibration.load("mine.safetensors").contents()
         ['keys of none.vq-d4b8', 'values of none.vq-d4b8']
@@ -98,16 +98,17 @@ class Calibration:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(self.tensors.items())}
         metadata["digest"] = _digest(tensors, metadata)
         try_folder(path.parent)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-        os.close(handle)
+        temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+        temporary.touch()
+        mode = temporary.stat().st_mode  # safetensors replaces the file by one that only its owner can read
         try:
             save_file(tensors, temporary, metadata)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
+            temporary.chmod(mode)
+            temporary.replace(path)
         except SafetensorError as error:
             raise OSError(f"calibration cannot be written to {str(path)!r}: {error}") from error
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def push_to_hub(
         self,

@@ -235,7 +235,7 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
         for name, dtype in transform.parameter_kinds:
             yield f"{role}_transform.{name}", side, (transform.name, name), dtype
         for name, dtype in fmt.parameter_kinds:
-            yield f"{role}_format.{name}", side, (transform.name, fmt.calibrated.name, name), dtype
+            yield f"{role}_format.{name}", side, (transform.name, fmt.name, name), dtype
 
 
 def _remark(calibration: Calibration, specs: Mapping[int, Any], model: Mapping[str, Any]) -> str | None:
@@ -251,7 +251,7 @@ def _without_attention(calibration: Calibration, specs: Mapping[int, Any]) -> st
     for layer, spec in specs.items():
         for side, role in (("keys", "key"), ("values", "value")):
             transform, fmt = getattr(spec, f"{role}_transform"), getattr(spec, f"{role}_format")
-            for part, names in ((transform, ()), (fmt, (fmt.calibrated.name,))):
+            for part, names in ((transform, ()), (fmt, (fmt.name,))):
                 tensors = part.parameter_kinds if part.weighted else ()
                 names = ("layers", str(layer), side, transform.name, *names)
                 if any(".".join((*names, name)) not in weighted for name, _ in tensors):

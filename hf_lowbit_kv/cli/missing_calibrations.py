@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cache.low_bit_cache import LowBitCache
-from ..cache.method_caches import from_preset
 from ..cache.packed_layers import packed_sizes
+from ..cache.preset_cache import cache_of_preset
 from ..calibration.calibrate import calibrate
 from ..calibration.calibration_target import add_to_file
 from ..calibration.progress import Report
@@ -22,7 +21,7 @@ from ..presets import get_preset, preset_names
 
 def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: dict[str, Any]) -> list[str]:
     """Presets within the budget that only lack a calibration, of `names` or else of all listed presets."""
-    dense = LowBitCache(model, "dense", "dense")
+    dense = cache_of_preset("dense", model)
     if dense.spec.attention_kind.name != "separate":
         return []  # presets for latents have no parameters
     sizes: dict[int, Any] = dense.packed_sizes
@@ -38,7 +37,7 @@ def lacking(model: Any, budget: Budget, names: Sequence[str] | None, overrides: 
         if spec.attention_kind.name != "separate" or not any(has_parameters):
             continue
         try:
-            from_preset(name, model, **overrides)
+            cache_of_preset(name, model, **overrides)
         except ValueError:
             if budget.holds(_size(spec, sizes, budget)):
                 uncalibrated.append(name)

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 _INTEGER = re.compile("-?[0-9]+")
-#: options of `from_preset` that must be text, and those that may also be null
-_TEXTS, _TEXTS_OR_NULL = {"key_format", "value_format"}, {"backend", "calibration"}
+#: options of `from_preset` that must be text or null
+_FORMATS = {"key_format", "value_format"}
+_TEXTS = {*_FORMATS, "backend", "calibration"}
 DTYPES = ("float32", "float16", "bfloat16")
 #: name in JSON -> heading in tables of 80 columns
 HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
@@ -182,12 +183,10 @@ def _check_json(name: str, value: Any, option: str) -> None:
         ):
             raise ValueError(f"--set {option!r} is not allowed; it must be {form}")
         for each in value.values():
-            for key in _TEXTS & each.keys() if isinstance(each, dict) else ():
+            for key in _FORMATS & each.keys() if isinstance(each, dict) else ():
                 if not isinstance(each[key], str):
                     raise ValueError(f"--set {option!r} is not allowed; {key} must be text")
-    if (name in _TEXTS and not isinstance(value, str)) or (
-        name in _TEXTS_OR_NULL and not isinstance(value, str | None)
-    ):
+    if name in _TEXTS and not isinstance(value, str | None):
         raise ValueError(f"--set {option!r} is not allowed; it must be text")
 
 

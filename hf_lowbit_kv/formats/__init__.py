@@ -12,10 +12,18 @@ from .dense import Dense
 from .fp8 import Fp8
 from .fp8_centered import Fp8Centered
 from .static import Static
-from .trellis import Trellis
 
 #: every format class; each has `parse(name) -> instance or None`
-FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Fp8Centered, Static, Trellis]
+FORMATS: list[type[Format]] = [Dense, Affine, Boosted, Codebook, Fp8, Fp8Centered, Static]
+
+#: names of formats and presets that are gone, and the last commit that reads what was stored with them
+REMOVED = dict.fromkeys(("trellis-2", "eigen-2-trellis", "million-2"), "611fec58")
+
+
+def where_read(name: str) -> str:
+    """Which commit of this package still knows a format or a preset, for an error message; empty for names that are not
+    removed."""
+    return f"commit {REMOVED[name]} is the last one that reads it; " if name in REMOVED else ""
 
 
 @functools.cache
@@ -25,7 +33,7 @@ def _parse(name: str) -> Format:
             return fmt
     allowed = ", ".join(cls.grammar or repr(cls().name) for cls in FORMATS)
     raise ValueError(
-        f"format={name!r} is not known; allowed: {allowed}. A format of your own must be registered first "
+        f"format={name!r} is not known; {where_read(name)}allowed: {allowed}. A format of your own must be registered first "
         "(lb.register_format; on the command line --import FILE)"
     )
 
@@ -60,6 +68,5 @@ __all__ = [
     "Fp8Centered",
     "Parameter",
     "Static",
-    "Trellis",
     "parse_format",
 ]

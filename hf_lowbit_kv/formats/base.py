@@ -6,6 +6,7 @@ reproduce them.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,11 +80,6 @@ class Format(Parametrized, ABC):
         not affect other channels; otherwise one of about as many bits."""
         return self
 
-    @property
-    def calibrated(self) -> Format:
-        """The format whose calibrated parameters this format uses: itself, or another format that it shares them with."""
-        return self
-
     @abstractmethod
     def arrays(
         self, head_dim: int, page_size: int, dtype: torch.dtype
@@ -123,7 +119,7 @@ class Format(Parametrized, ABC):
 
     def fields(self, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """The arrays with their byte offsets inside the page."""
-        return contiguous_fields(self.arrays(head_dim, page_size, dtype))
+        return _fields(self, head_dim, page_size, dtype)
 
     def page_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page of one KV head."""
@@ -186,3 +182,8 @@ class Format(Parametrized, ABC):
 
     def __str__(self) -> str:
         return self.name
+
+
+@functools.cache  # every layer asks in every step on a CPU
+def _fields(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
+    return contiguous_fields(fmt.arrays(head_dim, page_size, dtype))

@@ -16,9 +16,14 @@ from transformers import CompileConfig, GenerationConfig
 from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from .call_options import Call, setting
+from ..storage.process_stamps import ignore_attributes
+from .call_options import Call
+from .generation_settings import setting
 from .kept_caches import capacity
 
+#: attributes of a model in which transformers keeps the compiled model
+_COMPILED = ("_compiled_call", "_last_compile_config")
+ignore_attributes(*_COMPILED)
 #: kinds of decoding step (caches, masks, outputs) that one model may be compiled for; torch's default limit is 8
 COMPILED_STEPS = 64
 
@@ -62,7 +67,7 @@ def forget(model: Any) -> None:
     again at its next use."""
     if model in _models:
         _models.discard(model)
-        for name in ("_compiled_call", "_last_compile_config"):
+        for name in _COMPILED:
             vars(model).pop(name, None)
         torch.compiler.reset()
 

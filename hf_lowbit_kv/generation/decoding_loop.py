@@ -22,6 +22,7 @@ import transformers
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..cache.cache_argument import cache_in
+from ..storage.process_stamps import ignore_attributes
 from .overriding import ProcessWide, original, overridden
 
 #: why a text ended: values of `Result.finish_reason` and `Chat.finish_reason`
@@ -81,6 +82,9 @@ def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Callable:
     """Override of the method that returns the callable in place of the model. Its arguments do not include the cache."""
     compiled = functools.partial(original(self, "get_compiled_call"), *args, **kwargs)
     return compiled() if _stepped.get()[1] is None else functools.partial(_decode, self, compiled)
+
+
+ignore_attributes(_valid_auto_compile_criteria.__name__, get_compiled_call.__name__)
 
 
 def _decode(model: Any, compiled: Callable[[], Callable], **inputs: Any) -> Any:

@@ -9,34 +9,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
-import torch
 import transformers
-from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
-from ..cache.cache_options import PresetOptions, check_choice
-from ..cache.implementation import NO_WEIGHTS, select, selected_everywhere
+from ..cache.cache_options import PresetOptions
+from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.method_caches import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
+from ..storage.process_stamps import ignore_attributes
 from . import recording
-from .call_options import of_checkpoint
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
 from .generate import acquire_cache
+from .generation_settings import ONE_TOKEN, check_values, ignore_checkpoint
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
-from .prefill import AUTO, check_chunk_size, prefill_prompt
-from .prefix_loading import PrefixCall, Prefixes, check_prefixes
+from .prefill import AUTO, prefill_prompt
+from .prefix_loading import PrefixCall, Prefixes
 from .stored_text import check_continued, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
-#: decoding modes with one token per step, which preallocated caches support
-_ONE_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-
+ignore_attributes(_ENABLED, "generate", "_prepare_cache_for_generation", "generation_config")
 
 #: options that every call reads again
 _LIVE = ("calibration", "parameters")
@@ -49,6 +46,7 @@ _ADDED: list[Callable] = []
 def also_override(*functions: Callable) -> None:
     """Override the methods of these names on every model that is enabled later (see `put_on`)."""
     _ADDED.extend(functions)
+    ignore_attributes(*(function.__name__ for function in functions))
 
 
 class _EnabledCall(NamedTuple):
@@ -166,8 +164,6 @@ def enable(
         ...     tokens = model.generate(**inputs, max_new_tokens=8)
     """
     inner: Any = unwrap_generating(model)
-    check_choice("fuse", fuse)
-    check_prefixes(prefixes)
     if not hasattr(type(inner), _prepare_cache_for_generation.__name__):
         raise RuntimeError(
             f"transformers {transformers.__version__} has no {_prepare_cache_for_generation.__name__}, which lb.enable "
@@ -175,7 +171,7 @@ def enable(
         )
     if "max_cache_len" in cache_options:
         raise ValueError("max_cache_len is not allowed: each call gets a cache of the length it needs")
-    from_preset(preset, inner, **cache_options)  # raises if the model is not supported
+    cache_of_preset(preset, inner, **cache_options)  # raises if the model is not supported
     options = {name: x if name in _LIVE else _copy_of(x) for name, x in cache_options.items()}
     with kept_caches(inner).lock:  # `lb.generate` in other threads also selects an implementation
         enabled = Enabled(inner, preset, options, fuse, prefixes, selected_everywhere(inner))
@@ -249,7 +245,7 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
                 callers_cache.positions.give_back(self)
             out = original(self, "generate")(*args, **kwargs)
             for prefix_call in call.prefix_calls:
-                prefix_call.end(out if isinstance(out, torch.Tensor) else out.sequences)
+                prefix_call.end(out)
             for cache in call.caches:
                 remember_text(cache, out, call.arguments, self)
             return out
@@ -266,13 +262,14 @@ def _prepare_cache_for_generation(
     if call is not None and call.model is not self:
         call = None
     if stack and (callers_cache is None or isinstance(callers_cache, LowBitCache)):
-        _ignore_checkpoint_settings(self, generation_config, {} if call is None else call.arguments)
+        arguments = {} if call is None else call.arguments
+        ignore_checkpoint(self, {**arguments, "generation_config": generation_config}, generation_config)
     caller_chose = callers_cache is not None or generation_config.cache_implementation is not None
     if call is not None and isinstance(callers_cache, LowBitCache):
         callers_cache.check_model(self)
         whole = check_continued(callers_cache, call.arguments, self)
         callers_cache.text = None
-        if whole and generation_mode in _ONE_TOKEN:  # other modes may end with other rows than those of the cache
+        if whole and generation_mode in ONE_TOKEN:  # other modes may end with other rows than those of the cache
             rows = batch_size * (generation_config.num_return_sequences or 1)
             expect_text(callers_cache, call.arguments, rows, max_cache_length, self)
             call.caches.append(callers_cache)
@@ -280,17 +277,15 @@ def _prepare_cache_for_generation(
         prepare = original(self, "_prepare_cache_for_generation")
         prepare(generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         return
-    if generation_config.output_attentions:
-        raise ValueError(NO_WEIGHTS)
     size = generation_config.prefill_chunk_size
-    check_chunk_size(size)
+    check_values({"prefill_chunk_size": size})
     if size in (0, AUTO):  # `prefill_prompt` knows these sizes, and transformers does not
         generation_config.prefill_chunk_size = None
     enabled = stack[-1]
     # without `call`, the `generate` of the class runs, and nothing would undo the overrides for steps
-    if call is None or generation_mode not in _ONE_TOKEN or recording.graphs_for(self.device) is None:
-        growing = model_kwargs[NAME] = from_preset(enabled.preset, self, **enabled.options)
-        if call is not None and generation_mode in _ONE_TOKEN:
+    if call is None or generation_mode not in ONE_TOKEN or recording.graphs_for(self.device) is None:
+        growing = model_kwargs[NAME] = cache_of_preset(enabled.preset, self, **enabled.options)
+        if call is not None and generation_mode in ONE_TOKEN:
             call.caches.append(growing)
             _take_prefix(enabled, call, growing, generation_config)
         return
@@ -307,18 +302,6 @@ def _prepare_cache_for_generation(
     if generation_config.prefill_chunk_size is None:  # transformers reads chunks of a number of tokens itself
         options = {**call.arguments, "generation_config": generation_config, "prefill_chunk_size": size}
         prefill_prompt(self, cache, options, lambda text: None)
-
-
-def _ignore_checkpoint_settings(model: Any, generation_config: Any, arguments: Mapping[str, Any]) -> None:
-    """Reset cache settings of a checkpoint.
-
-    Args:
-        generation_config: that of this call.
-        arguments: arguments of `generate`.
-    """
-    for name, ours in (("cache_implementation", None), ("use_cache", True)):
-        if of_checkpoint(model, {**arguments, "generation_config": generation_config}, name):
-            setattr(generation_config, name, ours)
 
 
 def _take_prefix(enabled: Enabled, call: _EnabledCall, cache: LowBitCache, generation_config: Any) -> None:

@@ -20,27 +20,25 @@ from ..cache.cache_argument import as_argument
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
-from ..cache.method_caches import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
 from ..presets import DEFAULT_PRESET, PresetName, why_not_of
-from ..storage.layer_spec import check_count
 from . import compiling, recording
 from .call_options import (
     Call,
-    cache_of,
     check_names,
     in_one_configuration,
     options_of_cache,
-    setting,
     warn_of_length,
 )
 from .decoding_loop import decoding_with, late_stop_check
 from .fusing import compile_ahead
+from .generation_settings import setting
 from .kept_caches import cache_length, capacity, kept_caches
 from .overriding import overridden
-from .prefill import check_chunk_size, prefill_prompt
-from .prefix_loading import PrefixCall, Prefixes, check_prefixes
+from .prefill import prefill_prompt
+from .prefix_loading import PrefixCall, Prefixes
 from .stored_text import check_text, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
@@ -110,7 +108,8 @@ def generate(
         The result of `model.generate`. With `return_dict_in_generate=True` its `past_key_values` (`cache` since
         transformers 5.24) is the cache, which then belongs to the caller.
 
-    Calls from several threads for one model run one after the other. A warning says, before the prompt is read, that
+    Calls from several threads for one model run one after the other, so no processor, criterion or streamer of a call may wait
+    for another thread's call with the same model. A warning says, before the prompt is read, that
     prompt and answer may have more tokens than the model was made for.
 
     Raises:
@@ -129,12 +128,9 @@ def generate(
     """
     inner, cache = unwrap_generating(model), options.pop("cache", None)
     check_names("lb.generate", inner, {**(inputs if isinstance(inputs, Mapping) else {}), **options}, ARGUMENTS)
-    past_key_values = cache_of(past_key_values, cache)
-    check_prefixes(prefixes)
+    past_key_values = cache if past_key_values is None else past_key_values
     call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
-    check_chunk_size(setting(inner, call.options, "prefill_chunk_size"))
-    cache_options = options_of_cache(cache_options, calibration, allow_other_weights)
-    check_count("max_cache_len", max_cache_len, optional=True)
+    options_of_new = options_of_cache(cache_options, calibration, allow_other_weights)
     if max_cache_len is not None and max_cache_len < call.length:
         raise ValueError(
             f"max_cache_len={max_cache_len} is too small: the prompt has {call.tokens} tokens and "
@@ -146,7 +142,7 @@ def generate(
         if past_key_values is not None:
             if prefixes is not None:
                 raise ValueError("prefixes and past_key_values are both given: past_key_values has its own prefix")
-            if (cache_options, max_cache_len) != (None, None):
+            if options_of_new or max_cache_len is not None:
                 raise ValueError(
                     "cache_options, allow_other_weights, calibration and max_cache_len describe a new cache: they are not "
                     "allowed with past_key_values"
@@ -155,7 +151,7 @@ def generate(
             expect_text(kept, call.prompt, call.rows, call.new_tokens, inner)
             return _run(model, call, kept, progress)
         preset, length = DEFAULT_PRESET if preset is None else preset, max(call.length, max_cache_len or 0)
-        acquired = acquire_cache(inner, preset, dict(cache_options or {}), call.rows, length)
+        acquired = acquire_cache(inner, preset, options_of_new, call.rows, length)
         with caches.released_on_error(acquired):
             return _run(model, call, acquired, progress, prefixes)
 
@@ -197,7 +193,7 @@ def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: P
     cache.check_overrun()
     remember_text(cache, out, call.prompt, inner)
     if kept_prefix is not None:
-        kept_prefix.end(out if isinstance(out, torch.Tensor) else out.sequences)
+        kept_prefix.end(out)
     return out
 
 
@@ -225,13 +221,11 @@ def release(model: Any) -> None:
 
 def acquire_cache(model: Any, preset: str, cache_options: dict[str, Any], rows: int, tokens: int) -> LowBitCache:
     """An empty cache for `rows` rows of `tokens` tokens, kept or new. Other calls can use it once the result is dropped."""
-    if "max_cache_len" in cache_options:
-        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_cache_len= to the call")
     backend_and_mode = os.environ.get(choice.VARIABLE), torch.is_inference_mode_enabled()
     # An empty cache costs about 1 ms and no token memory. Its spec is the key for the lookup.
     if cache_options.get("parameters") is None:
         cache_options = {**cache_options, "calibration": Borrowed(cache_options.get("calibration"))}
-    new = from_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
+    new = cache_of_preset(preset, model, max_cache_len=cache_length(tokens), **cache_options)
     return kept_caches(model).acquire((rows, model.dtype, model.device, backend_and_mode), tokens, new)
 
 

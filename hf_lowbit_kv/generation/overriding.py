@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-#: attribute of an object with overrides; it holds the replaced attributes, and the number of users of each override
-from ..storage.process_stamps import OVERRIDES as STATE
+from ..storage.process_stamps import ignore_attributes
 
+#: attribute of an object with overrides; it holds the replaced attributes, and the number of users of each override
+STATE = "_lowbit_overrides"
+ignore_attributes(STATE)
 _lock = threading.Lock()
 
 

@@ -24,7 +24,7 @@ from ..cache.length_rope import drop_limit
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.native_layers import SLIDING
 from ..cache.served_models import tp_size
-from .call_options import return_sequences, setting
+from .generation_settings import setting
 from .whole_prompt import rope_of_whole_prompt
 
 #: value of `prefill_chunk_size` for the largest chunks that fit
@@ -39,17 +39,6 @@ GRANULE = 128
 #: GENEROUS_STATES: activations of a token, in units of its hidden state
 #: GENEROUS_PAIR: bytes per pair of tokens in the mask of a sliding-window layer
 GENEROUS_STATES, GENEROUS_PAIR = 64, 8
-
-
-def check_chunk_size(size: Any) -> None:
-    """Raise `ValueError` for an invalid `prefill_chunk_size`."""
-    if size is None or size == AUTO:
-        return
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ValueError(
-            f"prefill_chunk_size={size!r} is not allowed; it must be a number of tokens, 0 (read the prompt whole), 'auto' (in "
-            "the largest chunks that fit into the GPU's free memory), or None (whole where that fits, else like 'auto')"
-        )
 
 
 class Memory(Protocol):
@@ -298,7 +287,10 @@ def prefill_prompt(
                 "tokens: the whole prompt needs more memory than the GPU has free (prefill_chunk_size=0 prefills it whole)"
             )
         prefill.advance_in_chunks(size)
-    return {"prefill_chunk_size": None, "attention_mask": prefill.mask[:: return_sequences(model, options)]}
+    return {
+        "prefill_chunk_size": None,
+        "attention_mask": prefill.mask[:: setting(model, options, "num_return_sequences") or 1],
+    }
 
 
 def token_rows(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor] | str:
@@ -311,7 +303,7 @@ def token_rows(model: Any, options: Mapping[str, Any]) -> tuple[torch.Tensor, to
         if padding is not None and bool((ids == padding).any()):
             return f"it contains pad_token_id={padding} and no attention_mask was passed"
         mask = torch.ones_like(ids)
-    sequences = return_sequences(model, options)  # transformers repeats rows in this order
+    sequences = setting(model, options, "num_return_sequences") or 1  # transformers repeats rows in this order
     return ids.repeat_interleave(sequences, 0), mask.repeat_interleave(sequences, 0)
 
 

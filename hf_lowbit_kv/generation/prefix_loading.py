@@ -10,6 +10,7 @@ import torch
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from .prefill import ChunkedPrefill, token_rows
+from .stored_text import sequences_of
 from .whole_prompt import rope_of_whole_prompt
 
 #: a text that diverges from a stored one at least this many tokens after the usable prefix is also stored up to there
@@ -28,12 +29,6 @@ class Prefixes(Protocol):
 
     def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Match: ...
     def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None: ...
-
-
-def check_prefixes(prefixes: Any) -> None:
-    """Raise `TypeError` if `prefixes` is not a prefix store."""
-    if prefixes is not None and not (hasattr(prefixes, "restore") and hasattr(prefixes, "add")):
-        raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore, or None")
 
 
 class PrefixCall:
@@ -59,11 +54,11 @@ class PrefixCall:
             if any(not isinstance(layer, LowBitLayer) for layer in self.cache.layers):
                 self._store_ends(match)
 
-    def end(self, sequences: torch.Tensor) -> None:
-        """Store the tokens in the cache. sequences: int64 `[B, n]`, prompt and generated tokens."""
-        if self.ids is None or self.mask is None:
+    def end(self, out: Any) -> None:
+        """Store the tokens in the cache. out: the result of `generate`; without ids of all tokens nothing is stored."""
+        sequences, stored = sequences_of(out), int(self.cache.packed_layers[0].get_seq_length())
+        if self.ids is None or self.mask is None or sequences is None or sequences.shape[1] < stored:
             return
-        stored = int(self.cache.packed_layers[0].get_seq_length())
         mask = torch.nn.functional.pad(self.mask, (0, sequences.shape[1] - self.mask.shape[1]), value=1)
         self.prefixes.add(self.cache, _rows(sequences[:, :stored], mask[:, :stored]))
 

@@ -205,7 +205,7 @@ class Recorder:
         observed = self._ranks.any(not fusion.settled)
         before, compiled = python_state(cache), compilations()
         pieces = fusion.observing(model) if observed else fusion.in_force(model)
-        with recorded_as_compiled(model), pieces, watch(model.device) as waits:
+        with recorded_as_compiled(model), pieces, watch(model.device) as waited:
             outputs = model(**inputs)
         assert self._seen is not None
         old, now = self._seen[0], model_stamp(model)
@@ -217,8 +217,8 @@ class Recorder:
             if self._compiling[kind] >= COMPILING_STEPS:
                 self._refuse(model, "its compiled layers are compiled again in every step")
             return outputs
-        if waits:
-            reason = f"it waits for the device at {waits[0]}"
+        if waited():
+            reason = "it waits for the device"
         elif reason is None and (module := changed_module(old, now)) is not None:
             reason = f"{module} changes its attributes in every step"
         if (reason := self._on_any_rank(reason)) is None:

@@ -93,21 +93,27 @@ def remember_text(cache: LowBitCache, out: Any, prompt: Mapping[str, Any], model
     """Keep the text that the cache holds now, for the next turn.
 
     Args:
-        out: the result of `generate`, with a row for each row of the cache.
+        out: the result of `generate`. Without ids of all tokens, a row for each row of the cache, the text is unknown.
         prompt: the arguments of `generate`.
     """
-    sequences = out if isinstance(out, torch.Tensor) else out.sequences
-    cache.text, text = None, _text_in(prompt)
+    sequences, text = sequences_of(out), _text_in(prompt)
+    cache.text = None
     stored = int(cache.packed_layers[0].get_seq_length())
-    if not isinstance(text, torch.Tensor):
+    if sequences is None or not isinstance(text, torch.Tensor) or len(sequences) % len(text):
         return
     if not text.is_floating_point():
-        cache.text = sequences[:, :stored].clone()
+        cache.text = sequences[:, :stored].clone() if sequences.shape[1] >= stored else None
     elif text.dim() == 3:  # `sequences` begins with the ids that were passed with the embeddings, if any
         ids = prompt.get("input_ids")
         written = sequences[:, 0 if ids is None else ids.shape[1] :]
         before = _sums(text, model).repeat_interleave(len(sequences) // len(text), 0)
         cache.text = torch.cat([before, _sums(written, model).to(before.device)], dim=1)[:, :stored]
+
+
+def sequences_of(out: Any) -> torch.Tensor | None:
+    """The ids `[B, n]` in a result of `generate`. `None`: `custom_generate=` returned something else."""
+    ids = getattr(out, "sequences", out)
+    return ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 and not ids.is_floating_point() else None
 
 
 def _text_in(inputs: Mapping[str, Any]) -> torch.Tensor | None:

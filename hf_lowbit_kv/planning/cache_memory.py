@@ -18,8 +18,8 @@ from transformers.cache_utils import DynamicLayer
 from ..cache.cache_argument import as_argument
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.method_caches import from_preset
 from ..cache.native_layers import RECURRENT, STORES_NOTHING, native_layers, tensors_of
+from ..cache.preset_cache import cache_of_preset
 from ..cache.spoiled_keys import needs_small_biases
 from ..calibration.calibrators import calibrator_for
 from ..calibration_files.weight_sums import attention_modules
@@ -133,7 +133,7 @@ class PresetMemory(CacheMemory):
     def __init__(self, shape: Shape, preset: str):
         spec = get_preset(preset).spec()
         placeholders = _Placeholders(spec, _plain(shape).packed_sizes)
-        self.cache = from_preset(preset, shape.model, parameters=placeholders, max_cache_len=1)
+        self.cache = cache_of_preset(preset, shape.model, parameters=placeholders, max_cache_len=1)
         self.packed_sizes = self.cache.packed_sizes
         super().__init__(shape, self.cache.layers)
         self.calibrated = any(layer.parameters for layer in self.cache.packed_layers)
@@ -185,10 +185,10 @@ def _shared(part: Any, width: int, heads: int) -> bool:
 def _plain(shape: Shape) -> LowBitCache:
     """A cache in the model's dtype, for the sizes of packed layers. Raises `ValueError` if the model is not supported."""
     try:
-        return from_preset("dense", shape.model)
+        return cache_of_preset("dense", shape.model)
     except ValueError as reason:
         try:
-            return from_preset("mla", shape.model)
+            return cache_of_preset("mla", shape.model)
         except ValueError:
             raise reason from None  # for a model without latents, that of "mla" says nothing
 
@@ -213,21 +213,22 @@ def _recurrent_bytes(shape: Shape) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _only(model: torch.nn.Module, indices: Sequence[int], count: int) -> Iterator[None]:
-    """Within the context, the decoder has only these of its `count` layers."""
-    owners = [
-        (module, name)
-        for module in model.modules()
-        for name, child in module.named_children()
-        if isinstance(child, torch.nn.ModuleList) and len(child) == count
+    """Within the context, only these of the decoder's `count` layers compute. The others return their input: they stay in
+    the list, because models look up a layer's kind by its place there."""
+    skipped = [
+        layer
+        for layers in model.modules()
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == count
+        for index, layer in enumerate(layers)
+        if index not in indices
     ]
-    modules = [getattr(*owner) for owner in owners]
     try:
-        for (module, name), layers in zip(owners, modules, strict=True):
-            setattr(module, name, torch.nn.ModuleList([layers[index] for index in indices]))
+        for layer in skipped:
+            layer.forward = lambda hidden_states, *_, **__: hidden_states
         yield
     finally:
-        for (module, name), layers in zip(owners, modules, strict=True):
-            setattr(module, name, layers)
+        for layer in skipped:
+            vars(layer).pop("forward", None)
 
 
 def _largest(size: Any) -> int | None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..cache.served_models import auto_class
 from ..folders import check_model_folder
 from .weight_kinds import WEIGHT_KINDS
 
@@ -29,6 +30,12 @@ QUANTIZED = {
     ("gptq", 8): "int8",
     ("fp8", None): "fp8",
     ("mxfp4", None): "mxfp4",
+    ("bitsandbytes", 4): "fp4",
+    ("bitsandbytes", 8): "int8",
+    ("compressed-tensors", "int4"): "int4",
+    ("compressed-tensors", "int8"): "int8",
+    ("compressed-tensors", "float4"): "fp4",
+    ("compressed-tensors", "float8"): "fp8",
 }
 #: numbers of a configuration that are at least 1 in every model with attention
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -69,9 +76,9 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         OSError: the hub or folder has no such model.
     """
     dtype: torch.dtype | None = None
+    build: Any = None
     if isinstance(model, PreTrainedModel):
-        dtype = model.dtype
-        model = model.config
+        dtype, build, model = model.dtype, type(model)._from_config, model.config
     elif not isinstance(model, (str, Path, PreTrainedConfig)):
         raise TypeError(
             f"model must be a hub name, a folder, a configuration or a model of transformers, not {type(model)}"
@@ -84,27 +91,27 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         name, config, weights = str(model), _read_config(str(model)), None
     if config.is_encoder_decoder:
         raise ValueError(f"model={name!r} is an encoder-decoder model; only decoders are supported")
-    config = config.get_text_config(decoder=True)
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
+    auto = auto_class(config)
+    if build is None and type(config) not in auto._model_mapping:
         raise ValueError(
             f"model={name!r} is no causal language model of transformers (model_type={config.model_type!r})"
         )
+    decoder = config.get_text_config(decoder=True)
     for field in SIZES:
-        size = vars(config).get(field)  # the attribute raises if layers differ
+        size = vars(decoder).get(field)  # the attribute raises if layers differ
         if isinstance(size, int) and size < 1:
             raise ValueError(f"model={name!r} has {field}={size} in its configuration; it must be 1 or more")
-    weights = weights or _published_as(name, config, dtype)
+    weights = weights or _published_as(name, config, dtype or getattr(decoder, "dtype", None))
     dtype = getattr(torch, weights) if WEIGHT_KINDS[weights].everything else dtype or torch.bfloat16
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that do not run here
         try:
-            built = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            built = (build or auto.from_config)(config, dtype=dtype)
         except (ArithmeticError, RuntimeError) as error:
             raise ValueError(
                 f"model={name!r}: transformers cannot build a model of this configuration: {type(error).__name__}: {error}"
             ) from error
-        return Shape(name, built, weights, config)
+        return Shape(name, built, weights, decoder)
 
 
 def _read_config(name: str) -> PreTrainedConfig:
@@ -131,6 +138,10 @@ def _published_as(name: str, config: PreTrainedConfig, dtype: torch.dtype | None
     if quantization is not None:
         fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
         method, bits = str(fields.get("quant_method", "")).split(".")[-1].lower(), fields.get("bits")
+        if method == "bitsandbytes":
+            bits = 4 if fields.get("load_in_4bit") else 8
+        for group in (fields.get("config_groups") or {}).values():  # of compressed-tensors
+            bits = "{type}{num_bits}".format_map(group["weights"])
         if (kind := QUANTIZED.get((method, bits)) or QUANTIZED.get((method, None))) is None:
             raise ValueError(
                 f"model={name!r} is published with quant_method={method!r}, whose size is unknown; pass weights=, one of "

@@ -8,25 +8,27 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import cache_contents, saved_cache
-from ..cache.cache_options import check_choice
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.method_caches import from_preset
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
-from ..generation.call_options import check_names, check_options, options_of_cache, setting, which_step
+from ..generation.answer_parser import AnswerParser, read_answer, unshown_tokens
+from ..generation.call_options import check_names, options_of_cache, which_step
+from ..generation.chat_prompt import ChatPrompt, check_content, check_messages
 from ..generation.decoding_loop import FinishReason
 from ..generation.generate import ARGUMENTS, generate
-from ..generation.prefill import check_chunk_size
-from ..generation.sampling_settings import check_sampling, check_text
+from ..generation.generation_settings import PREALLOCATED, GenerationSettings, setting
+from ..generation.stop_strings import first_stop
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import check_count
@@ -41,8 +43,13 @@ _OWN = (
     "input_ids",
     "streamer",
     "max_cache_len",
-    "num_return_sequences",
 )
+#: what a chat does not serve -> what to do instead
+_NOT_SERVED = {
+    **PREALLOCATED,
+    **dict.fromkeys(_OWN, "a chat sets it itself"),
+    "num_return_sequences": "a chat writes one answer; set it to 1",
+}
 #: options of the template that a chat sets itself
 _OWN_OF_TEMPLATE = ("conversation", "tokenize", "return_tensors", "return_dict")
 #: names that a chat takes
@@ -68,17 +75,19 @@ class Chat:
 
     Args:
         model: as for `lb.generate`.
-        tokenizer: one with a chat template.
+        tokenizer: one with a chat template, or that writes messages in its own way.
         preset: see `preset_names`.
         system: the system message, or `None`.
         max_length: largest number of tokens of the whole conversation; memory for them is allocated at the first turn.
             `None`: 32768, or as many as the model was made for if these are fewer.
-        chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`.
+        chat_template_kwargs: for the template, e.g. `{"enable_thinking": False}`, `{"tools": [...]}`.
         **options: for `lb.generate`: `max_new_tokens` (default: up to `max_length`), `do_sample`, `step`, ...;
             `cache_options`, `calibration` and `allow_other_weights` are for the cache.
 
     Attributes:
-        messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns.
+        messages: `{"role": ..., "content": ...}` of each message so far; may be edited between turns. Those of the model may
+            have `reasoning_content` and `tool_calls`, if it has a response template.
+        date: what the template shows as the current date: when the chat began; may be changed.
         finish_reason: why the last answer ended, as in `Result`: `"stop"`: the model or a stopping criterion ended it;
             `"length"`: `max_new_tokens`, `max_length` or `max_time` cut it off; `"cancelled"`: Ctrl-C, or the loop over
             `stream` was left; `"error"`. `None` before the first answer, and after `undo`.
@@ -109,53 +118,61 @@ class Chat:
         unwrap_generating(model)
         max_length = _checked_length(max_length, model)
         _check_tokenizer(tokenizer)
-        if system is not None and not isinstance(system, str):
+        if system is not None and not isinstance(system, (str, list)):
             raise TypeError(f"system={system!r} is not allowed; it must be a text, or None")
+        check_content("system", system)
         _check_options(unwrap(model), options)
         self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
         self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
-        cache_options: dict[str, Any] = {
-            **(options_of_cache(chosen, calibration, options.pop("allow_other_weights", False)) or {})
-        }
-        if "max_cache_len" in cache_options:
-            raise ValueError("cache_options={'max_cache_len': ...} is not allowed: pass max_length= to the chat")
-        self.cache: LowBitCache = from_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
+        cache_options = options_of_cache(chosen, calibration, options.pop("allow_other_weights", False))
+        self.cache: LowBitCache = cache_of_preset(preset, unwrap(model), max_cache_len=max_length, **cache_options)
         self._ends = PrefixStore(_ENDS)  # ends of turns, for models that cannot crop
         self._turn = _Turn()
         self.finish_reason: FinishReason | None = None
+        self.date = datetime.now()
 
     # ---- turns ----------------------------------------------------------------------------------------------------
 
-    def send(self, text: str) -> str:
+    def send(self, text: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str:
         """Send a message and return the answer. Ctrl-C keeps the partial answer as the turn, and is raised.
 
+        Args:
+            text: of the user, or a list of parts, `{"type": "text", "text": ...}`; or a message with another role, such as
+                the result of a tool, `{"role": "tool", "content": ...}`; or a list of messages.
+
+        Returns:
+            The answer that a person reads. Reasoning and tool calls are in `messages[-1]`.
+
         Raises:
-            ValueError, TypeError: the conversation has no room left, `text` is no text, `messages` holds something else
-                than messages, or an option is not allowed.
+            ValueError, TypeError: the conversation has no room left, `text` is no text or message, `messages` holds
+                something else than messages, or an option is not allowed.
             RuntimeError: an answer is still being written. In all cases nothing has changed.
         """
         with self._turn:
-            self._align(ids := self._ids(text))  # before `seen`: if this is interrupted, the cache keeps its own text
+            turn = self._begin(text)
+            self._align(turn.ids)  # before `seen`: if this is interrupted, the cache keeps its own text
             seen = _Seen()
             try:
-                self._write(ids, seen)
+                self._write(turn.ids, seen)
             finally:
-                answer = self._finish(text, ids, seen)
+                answer = self._finish(turn, seen)
         return answer
 
-    def stream(self, text: str) -> Iterator[str]:
+    def stream(self, text: str | Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Send a message and yield the answer piece by piece. Leaving the loop keeps the partial answer as the turn.
-        Raises like `send`, when the first piece is requested."""
+        Arguments and errors as for `send`; errors are raised when the first piece is requested."""
         with self._turn:
-            self._align(ids := self._ids(text))
-            seen, stop, failed = _Seen(), threading.Event(), list[BaseException]()
-            pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            turn = self._begin(text)
+            self._align(turn.ids)
+            parser, stop, failed = turn.parser, threading.Event(), list[BaseException]()
+            seen = _Seen(unshown_tokens(self.tokenizer, self._setting("eos_token_id"), parser))
+            pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True)
 
             def work() -> None:
                 try:
-                    self._write(ids, seen, pieces, stop)
+                    self._write(turn.ids, seen, pieces, stop)
                 except BaseException as error:
                     failed.append(error)
                     pieces.end()
@@ -163,11 +180,15 @@ class Chat:
             thread = threading.Thread(target=work, daemon=True)
             thread.start()
             try:
-                yield from pieces
+                for piece in pieces:
+                    if shown := piece if parser is None else parser.read(piece):
+                        yield shown
+                if parser is not None and (rest := parser.finish()[0]):
+                    yield rest
             finally:
                 stop.set()
                 thread.join()
-                self._finish(text, ids, seen)
+                self._finish(turn, seen)
             if failed:
                 raise failed[0]
 
@@ -179,29 +200,22 @@ class Chat:
                 written.
         """
         with self._turn:
-            _check_messages(self.messages)
+            self._check_messages()
             user_turns = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
             if not user_turns:
                 raise ValueError("there is nothing to undo: no message of the user is left")
             del self.messages[user_turns[-1] :]
             self.finish_reason = None
 
-    def _ids(self, text: str) -> torch.Tensor:
-        """The text of the whole conversation, `[1, n]`."""
-        if not isinstance(text, str):
-            raise TypeError(f"text={text!r} is not allowed; it must be a text")
-        check_text("text", text)
+    def _begin(self, text: Any) -> _Question:
+        """The whole conversation with a new message."""
+        new = _messages_in(text)
         _check_options(unwrap(self.model), self.options)  # they may have been changed
-        _check_messages(self.messages)
-        messages = [*self.messages, {"role": "user", "content": text}]
-        options = {
-            "add_generation_prompt": True,
-            "return_tensors": "pt",
-            "return_dict": True,
-            **self.chat_template_kwargs,
-        }
+        self._check_messages()
+        messages = [*self.messages, *new]
         try:
-            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, **options)["input_ids"]
+            prompt = ChatPrompt(self.tokenizer, messages, self.chat_template_kwargs, self.date)
+            ids = torch.tensor([prompt.ids])
         except Exception as error:  # a template raises errors of its own kind
             raise ValueError(
                 f"the chat template does not take chat.messages: {type(error).__name__}: {error}. They are {messages!r:.300}"
@@ -212,7 +226,15 @@ class Chat:
                 f"{ids.shape[1]} tokens. Take messages out of chat.messages, or make a chat with a larger max_length"
             )
         device = unwrap(self.model).device
-        return ids if device.type == "meta" else ids.to(device)  # hooks move tokens to weights that are offloaded
+        ids = ids if device.type == "meta" else ids.to(device)  # hooks move tokens to weights that are offloaded
+        return _Question(new, prompt, ids, prompt.parser(unwrap(self.model)))
+
+    def _check_messages(self) -> None:
+        if not isinstance(self.messages, (list, tuple)):
+            raise TypeError(f"chat.messages={self.messages!r} is not allowed; it must be a list of messages")
+        check_messages("chat.messages", self.messages)
+        if isinstance(self.messages, tuple):
+            self.messages = list(self.messages)
 
     def _write(
         self, ids: torch.Tensor, seen: _Seen, pieces: BaseStreamer | None = None, stop: threading.Event | None = None
@@ -260,7 +282,7 @@ class Chat:
         ends, strings = self._setting("eos_token_id"), self._setting("stop_strings") or ()
         if written[-1] in (ends if isinstance(ends, (list, tuple)) else [ends]):
             return "stop"
-        if strings and _holds_any(self.tokenizer.decode(written), strings):
+        if first_stop(self.tokenizer.decode(written), strings) is not None:
             return "stop"
         if len(written) >= limit or seconds >= (self._setting("max_time") or float("inf")):
             return "length"
@@ -270,9 +292,9 @@ class Chat:
         """A generation setting of this chat or of the model."""
         return setting(unwrap(self.model), self.options, name)
 
-    def _finish(self, text: str, ids: torch.Tensor, seen: _Seen) -> str:
+    def _finish(self, turn: _Question, seen: _Seen) -> str:
         """Record which tokens the cache holds, and add the turn if anything was written."""
-        written, self.finish_reason = seen.ids, seen.finish_reason
+        written, ids, self.finish_reason = seen.ids, turn.ids, seen.finish_reason
         whole = torch.cat([ids, torch.tensor([written], dtype=ids.dtype, device=ids.device)], dim=1)
         stored = int(self.cache.packed_layers[0].get_seq_length())
         try:
@@ -285,9 +307,11 @@ class Chat:
             stored = 0
         if stored and not self._crops:
             self._ends.add(self.cache, [whole[0, :stored].cpu()])
-        answer: str = self.tokenizer.decode(written, skip_special_tokens=True)
+        parser = turn.prompt.parser(unwrap(self.model))  # that of `stream` has read other pieces
+        ends = self._setting("eos_token_id")
+        answer, message = read_answer(self.tokenizer, written, ends, parser, turn.prompt.content_of)
         if written:
-            self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+            self.messages += [*turn.messages, message]
         return answer
 
     # ---- the cache ------------------------------------------------------------------------------------------------
@@ -354,9 +378,11 @@ class Chat:
                 "chat_template_kwargs": self.chat_template_kwargs,
                 "options": self.options,
                 "finish_reason": self.finish_reason,
+                "date": self.date.isoformat(),
             }
             _check_writable(self.messages, {**self.options, "chat_template_kwargs": self.chat_template_kwargs})
-            header = saved_cache.header_of(self.cache, fingerprint_of(unwrap(self.model), "a saved chat"))
+            fingerprint = fingerprint_of(unwrap(self.model), "a saved chat")
+            header = saved_cache.header_of(self.cache, fingerprint, self.cache.text)
             contents = cache_contents.take(self.cache)
         saved_cache.write(path, contents, header, {"chat": fields})
 
@@ -386,14 +412,15 @@ class Chat:
         """
         _check_tokenizer(tokenizer)
         check_count("max_length", max_length, optional=True)
-        for name, instead in (("cache_options", "its cache"), ("system", "its messages; change chat.messages")):
+        of_cache = [(name, "its cache") for name in ("cache_options", "allow_other_weights")]
+        for name, instead in (*of_cache, ("system", "its messages; change chat.messages")):
             if name in options:
                 raise ValueError(f"{name} is not allowed: a saved chat has {instead}")
+        _check_options(unwrap(model), options)
         with saved_cache.opened(folder) as saved:
             fields = saved.description["more"].get("chat")
             if fields is None:
                 raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
-            _check_options(unwrap(model), options)
             if max_length is not None and (stored := saved_cache.stored_tokens(saved.description)) > max_length:
                 raise ValueError(
                     f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
@@ -408,6 +435,7 @@ class Chat:
         new.chat_template_kwargs = {**fields["chat_template_kwargs"], **_checked_kwargs(chat_template_kwargs)}
         new.messages, new.cache, new._ends, new._turn = fields["messages"], cache, PrefixStore(_ENDS), _Turn()
         new.finish_reason = fields.get("finish_reason")
+        new.date = datetime.fromisoformat(fields["date"]) if "date" in fields else datetime.now()
         if cache.text is not None and not new._crops:
             new._ends.add(cache, [cache.text[0].cpu()])
         return new
@@ -453,7 +481,8 @@ def _check_tokenizer(tokenizer: Any) -> None:
             f"tokenizer={tokenizer!r} is a text; it must be the model's tokenizer. The preset comes after it: "
             "lb.Chat(model, tokenizer, preset)"
         )
-    if not getattr(tokenizer, "chat_template", None):
+    own = getattr(type(tokenizer), "apply_chat_template", PreTrainedTokenizerBase.apply_chat_template)
+    if own is PreTrainedTokenizerBase.apply_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "tokenizer has no chat template: use the one of an instruction-tuned model, or set chat_template"
         )
@@ -469,17 +498,17 @@ def _checked_kwargs(chat_template_kwargs: Mapping[str, Any] | None) -> dict[str,
     return kwargs
 
 
-def _check_messages(messages: Any) -> None:
-    """Raise for anything that a template would skip or stumble over."""
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"chat.messages={messages!r} is not allowed; it must be a list of messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"chat.messages[{index}]={message!r} is not allowed; it must be a message: {{'role': ..., 'content': ...}}"
-            )
-        if isinstance(content := message.get("content"), str):
-            check_text(f"chat.messages[{index}]", content)
+def _messages_in(text: Any) -> list[Any]:
+    """What `send` adds to the conversation."""
+    if isinstance(text, Mapping) and "role" in text:
+        text = [text]
+    if not isinstance(text, (str, list)) or not text != []:
+        raise TypeError(f"text={text!r} is not allowed; it must be a text, a message or a list of messages")
+    if isinstance(text, str) or not any("role" in part for part in text if isinstance(part, Mapping)):
+        check_content("text", text)
+        return [{"role": "user", "content": text}]
+    check_messages("text", text)
+    return text
 
 
 def _check_writable(messages: Sequence[Any], options: Mapping[str, Any]) -> None:
@@ -495,16 +524,8 @@ def _check_writable(messages: Sequence[Any], options: Mapping[str, Any]) -> None
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     """Raise for options that `generate` would refuse."""
     check_names("lb.Chat", model, options, _KNOWN)
-    if unable := [name for name in _OWN if name in options]:
-        raise ValueError(f"{unable[0]} is not allowed: a chat sets it itself")
-    check_count("max_new_tokens", options.get("max_new_tokens"), optional=True)
-    if (count := setting(model, options, "num_return_sequences")) not in (None, 1):  # of a configuration
-        raise ValueError(f"num_return_sequences={count} is not allowed: a chat writes one answer; set it to 1")
     which_step(model, options.get("step"), options)
-    check_choice("fuse", options.get("fuse", True))
-    check_chunk_size(setting(model, options, "prefill_chunk_size"))
-    check_options(model, options)
-    check_sampling(model, None, options)
+    GenerationSettings.of(model, options, _NOT_SERVED)
 
 
 def _most_tokens(options: Mapping[str, Any], room: int) -> int:
@@ -515,8 +536,13 @@ def _most_tokens(options: Mapping[str, Any], room: int) -> int:
     return room
 
 
-def _holds_any(text: str, strings: str | Sequence[str]) -> bool:
-    return any(each in text for each in ([strings] if isinstance(strings, str) else strings))
+class _Question(NamedTuple):
+    messages: list[Any]
+    """the new ones"""
+    prompt: ChatPrompt
+    ids: torch.Tensor
+    """of the whole conversation, `[1, n]`"""
+    parser: AnswerParser | None
 
 
 class _Turn:
@@ -540,21 +566,21 @@ class _Turn:
 
 
 class _Seen(BaseStreamer):
-    """Collects the ids that are written, and passes them on. finish_reason: see `Chat`."""
+    """Collects the ids that are written, and passes them on, but not those of `unseen`. finish_reason: see `Chat`."""
 
-    def __init__(self) -> None:
+    def __init__(self, unseen: frozenset[int] = frozenset()) -> None:
         self.ids: list[int] = []
+        self.unseen = unseen
         self.finish_reason: FinishReason = "error"
         self.next: BaseStreamer | None = None
         self._prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        if self.next is not None:
+        prompt, self._prompt = self._prompt, False  # the first to come is the prompt
+        tokens = [] if prompt else value.reshape(-1).tolist()
+        self.ids += tokens
+        if self.next is not None and not self.unseen.issuperset(tokens or [None]):
             self.next.put(value)
-        if self._prompt:  # the first to come is the prompt
-            self._prompt = False
-            return
-        self.ids += value.reshape(-1).tolist()
 
     def end(self) -> None:
         if self.next is not None:

@@ -11,6 +11,7 @@ import torch
 from ..cache.cache_contents import CacheContents, common_prefix, whole_pages
 from ..cache.model_positions import joined_positions
 from ..cache.native_layer_contents import NativeContents
+from ..storage.content_digests import EmbeddedRows, rows_digest
 from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PinnedPages, Slab
@@ -72,6 +73,16 @@ class KeptPrompt:
     contents: CacheContents
     header: dict[str, Any]
     """the description of model and cache in a file"""
+    rows: EmbeddedRows | None = None
+    """the last ones that it suits"""
+
+    def suits(self, model: Any) -> bool:
+        """Whether its tokens have the embeddings now that it was read with, as far as these are known."""
+        rows, embedded = EmbeddedRows.of(model), self.header.get("embedded")
+        if rows is not self.rows and embedded is not None and rows_digest(model, self.ids) not in (embedded, None):
+            return False
+        self.rows = rows
+        return True
 
     @staticmethod
     def of(

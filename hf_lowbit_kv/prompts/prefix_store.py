@@ -16,7 +16,7 @@ from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.summary import Summary, table
 from ..folders import named_path
-from ..storage.content_digests import fingerprint_digest, fingerprint_of
+from ..storage.content_digests import fingerprint_digest, fingerprint_of, rows_digest
 from .kept_prompt import KeptPrompt, PageRange, contents_for, equal_pages, pages_in_common, usable
 from .prompt_folder import PromptFolder
 
@@ -134,6 +134,8 @@ class PrefixStore:
                 for path, ids in folder.texts(seed):
                     if ids.numpy().tobytes() in loaded or (prompt := folder.read(path, device)) is None:
                         continue
+                    if not prompt.suits(cache.model.get("looked up")):
+                        continue
                     self._prompts.insert(0, prompt)  # the next one is older
                     if self.nbytes > self.max_bytes:
                         self._prompts.remove(prompt)
@@ -204,10 +206,11 @@ class PrefixStore:
             longest = max(map(len, rows))
             if (rope := length_rope(cache.model.get("looked up"))) is not None and not rope.settled(longest):
                 return self._missed(0, known)
-            digest, device = (key or self.key_of(cache, longest)).digest, cache.model.get("looked up").device
-            loaded = [self._load_longer(digest, ids, device, known) for ids in rows]
+            model = cache.model.get("looked up")
+            kind = (key or self.key_of(cache, longest)).digest, model
+            loaded = [self._load_longer(*kind, ids, known) for ids in rows]
             try:
-                return self._match([self._best(digest, ids, device) for ids in rows], rows, known)
+                return self._match([self._best(*kind, ids) for ids in rows], rows, known)
             finally:
                 if any(loaded):
                     self._make_room()
@@ -255,14 +258,15 @@ class PrefixStore:
             key = key or self.key_of(cache, read or 0)
             for row, ids in enumerate(rows):
                 if len(ids) == lengths[row] and len(ids) > 0:
-                    self._add(cache, row, ids.clone(), key)
+                    self._add(cache, row, ids.to(torch.int64, copy=True), key)
             self._make_room()
 
     def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, key: Key) -> None:
         alike: KeptPrompt | None = None
         continued = list[KeptPrompt]()
         common_pages, paged = 0, list[int]()
-        for prompt in [x for x in self._prompts if x.seed == key.digest]:
+        model = cache.model.get("kept")
+        for prompt in [x for x in self._prompts if x.seed == key.digest and x.suits(model)]:
             match = prompt.matches(ids)
             if match == len(ids) and (match == len(prompt.ids) or not prompt.native_layers):
                 self._touch(prompt)
@@ -274,7 +278,8 @@ class PrefixStore:
                 continued.append(prompt)  # the new text continues it
         shared = [] if alike is None else _first_pages(alike.page_ranges, equal_pages(alike, cache, row, common_pages))
         contents = cache_contents.take(cache, row=row, first_page=sum(pages for _, pages in shared))
-        new = KeptPrompt.of(key.digest, ids, contents, key.header, shared)
+        header = {**key.header, "embedded": rows_digest(model, ids)}
+        new = KeptPrompt.of(key.digest, ids, contents, header, shared)
         if new.nbytes > self.max_bytes:
             if self._folder is None and not self._warned_of_size:
                 self._warned_of_size = True
@@ -304,24 +309,24 @@ class PrefixStore:
         identity |= {} if rope is None else {"rope": rope.beyond(read)}
         return Key(fingerprint_digest(identity), saved_cache.header_of(cache, fingerprint))
 
-    def _alike(self, seed: str, device: torch.device) -> list[KeptPrompt]:
-        return [prompt for prompt in self._prompts if prompt.seed == seed and _device_of(prompt) == device]
+    def _alike(self, seed: str, model: Any) -> list[KeptPrompt]:
+        return [x for x in self._prompts if x.seed == seed and _device_of(x) == model.device and x.suits(model)]
 
-    def _load_longer(self, seed: str, ids: torch.Tensor, device: torch.device, known: int) -> bool:
+    def _load_longer(self, seed: str, model: Any, ids: torch.Tensor, known: int) -> bool:
         """Load the text of the folder that has most tokens in common with this one, if those on the device have fewer. Returns
         whether there is one."""
         if self._folder is None:
             return False
-        on_device = max([known, *(prompt.matches(ids) for prompt in self._alike(seed, device))])
-        loaded = self._folder.load(seed, ids, device, more_than=on_device)
+        on_device = max([known, *(prompt.matches(ids) for prompt in self._alike(seed, model))])
+        loaded = self._folder.load(seed, ids, model.device, on_device, model)
         self._prompts += [] if loaded is None else [loaded]
         return loaded is not None
 
-    def _best(self, seed: str, ids: torch.Tensor, device: torch.device) -> tuple[KeptPrompt | None, int]:
+    def _best(self, seed: str, model: Any, ids: torch.Tensor) -> tuple[KeptPrompt | None, int]:
         """The text from which most tokens can be restored, and the length of the common prefix."""
         best: KeptPrompt | None = None
         most, longest = 0, 0
-        for prompt in self._alike(seed, device):
+        for prompt in self._alike(seed, model):
             match = prompt.matches(ids)
             longest = max(longest, match)
             if (gain := restorable(prompt.contents, min(match, len(ids) - 1))) > most:

@@ -1,7 +1,7 @@
 """Texts of a prefix store in files: a folder for each, which several stores and processes may share.
 
 A folder appears under its name when it is complete, and loses its name before it is removed. A text whose tensors are
-damaged is removed. One that cannot be read now stays. Both cause a warning, once for each text.
+damaged is removed. One that cannot be read now, or that another release wrote, stays. Each causes a warning, once.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from ..cache import saved_cache
 from ..cache.cache_contents import common_prefix
+from ..cache.checked_tensors import UninterpretableError
 from ..storage.paged_store import read_pages
 from ..storage.process_stamps import ReadOnce
 from .kept_prompt import KeptPrompt, contents_for
@@ -60,10 +61,16 @@ class PromptFolder:
         if it cannot be read."""
 
         def read() -> tuple[str, torch.Tensor]:
-            more = saved_cache.read_description(path)["more"]
-            if not {"seed", "ids"} <= set(more):
-                raise ValueError(f"{path} is a saved cache, and no text of a PrefixStore")
-            return more["seed"], torch.tensor(more["ids"], dtype=torch.int64)
+            try:
+                more = saved_cache.read_description(path)["more"]
+                seed, ids = more["seed"], torch.tensor(more["ids"])
+                # earlier releases kept int32 ids as they were
+                named = ids.dtype == torch.int64 and path.parent.name in (_name(seed, ids), _name(seed, ids.int()))
+            except (LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+                raise UninterpretableError(f"it is no text of a PrefixStore ({error!r:.200})") from error
+            if not named:
+                raise UninterpretableError("its folder has the name of another text")
+            return seed, ids
 
         return self._read.get(path, read)
 
@@ -81,14 +88,14 @@ class PromptFolder:
                 self._warn(path, "cannot be used", error)
         return [(path, ids) for _, path, ids in sorted(by_time, key=lambda each: -each[0])]
 
-    def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int = 0) -> KeptPrompt | None:
-        """Read the text that has the longest common prefix with these ids, of those that can be read. `None` if no text has
-        more than `more_than` tokens in common."""
+    def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int, model: Any) -> KeptPrompt | None:
+        """Read the text that has the longest common prefix with these ids, of those that can be read and suit the model's
+        embedding. `None` if no text has more than `more_than` tokens in common."""
         matches = [(common_prefix(own_ids, ids), path) for path, own_ids in self.texts(seed)]
         for tokens, path in sorted(matches, key=lambda each: -each[0]):
             if tokens <= more_than:
                 break
-            if (prompt := self.read(path, device)) is not None:
+            if (prompt := self.read(path, device)) is not None and prompt.suits(model):
                 return prompt
         return None
 
@@ -102,6 +109,9 @@ class PromptFolder:
         except OSError as error:  # of the disk or the system; the text may be whole
             self._warn(path, "cannot be read now", error)
             return None
+        except UninterpretableError as error:
+            self._warn(path, "cannot be used", error)
+            return None
         except ValueError as error:
             self._remove(path.parent)
             self._warn(path, "is damaged, and is removed", error)
@@ -113,11 +123,13 @@ class PromptFolder:
     def save(self, prompt: KeptPrompt) -> None:
         """Write a text, then remove the oldest texts beyond the limit. Raises `OSError` if it cannot be written, or is there
         and cannot be read."""
-        name = hashlib.blake2b(prompt.seed.encode() + prompt.ids.numpy().tobytes(), digest_size=16).hexdigest()
-        folder = self.path / f"prompt-{name}"
+        folder = self.path / _name(prompt.seed, prompt.ids)
         more = {"seed": prompt.seed, "ids": prompt.ids.tolist()}
         try:
             self._text(folder / saved_cache.FILE_NAME)
+        except UninterpretableError as error:
+            self._warn(folder / saved_cache.FILE_NAME, "cannot be used, and is not replaced", error)
+            return
         except (FileNotFoundError, ValueError):  # it is not there, or damaged, so that nothing would find it
             self._remove(folder)
             self._write(folder, prompt, more)
@@ -175,6 +187,11 @@ class PromptFolder:
             raise OSError(
                 f"{gone.count(False)} of {len(gone)} texts in folder={str(self.path)!r} cannot be removed: is it read-only?"
             )
+
+
+def _name(seed: str, ids: torch.Tensor) -> str:
+    """The folder of a text. ids: int64 `[n]`."""
+    return f"prompt-{hashlib.blake2b(seed.encode() + ids.numpy().tobytes(), digest_size=16).hexdigest()}"
 
 
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:

@@ -107,14 +107,9 @@ def generate_many(
         )
     check_count("max_rows", max_rows, optional=True, unit="rows")
     check_count("prefill_chunk_size", prefill_chunk_size, least=0, optional=True)
-    for name, flag in (("share_prefixes", share_prefixes), ("as_completed", as_completed)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}={flag!r} is not allowed; it must be True or False")
     size = memory_in_bytes(memory)
     if isinstance(requests, (str, bytes, Mapping, torch.Tensor)) or not isinstance(requests, Iterable):
         raise TypeError(f"requests must be a list or an iterator of requests, not {type(requests).__name__}")
-    if prefixes is not None and not isinstance(prefixes, PromptStore):
-        raise TypeError(f"prefixes={prefixes!r} is not allowed; it must be a PrefixStore or None")
     if options.get("streamer") is not None:
         raise ValueError(
             "streamer is not allowed for all requests: give each its own, {'prompt': ..., 'streamer': ...}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -15,7 +15,6 @@ from .ring_memory import sliding_indices
 from .row_pool import Prefix, Row
 
 
-@runtime_checkable
 class PromptStore(Protocol):
     """The methods of a `PrefixStore` that are used here."""
 

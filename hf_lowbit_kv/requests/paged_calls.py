@@ -17,33 +17,25 @@ from ..generation.enable import also_override, enabled_for
 # the package's public `enable` and `disable` come from here, so that they know the calls of this file
 from ..generation.enable import disable as disable
 from ..generation.enable import enable as enable
+from ..generation.generation_settings import check_served, check_values
 from ..generation.overriding import original
-from ..generation.sampling_settings import check_settings
 from ..presets import get_preset
+from ..storage.process_stamps import ignore_attributes
 from .pool_models import empty_caches
 
 #: releases of transformers whose continuous batching `continuous_batching.py` was written for
 SUPPORTED = ("5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24")
-#: options of `generate` that continuous batching does not support, and the values at which they have no effect
-_WITHOUT = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "penalty_alpha": (None,),
-    "dola_layers": (None,),
-    "prompt_lookup_num_tokens": (None,),
-    "use_mtp": (None, False),
-    "token_healing": (None, False),
-    "assistant_early_exit": (None,),
-    "stop_strings": (None,),
-    "max_time": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-}
+#: attribute of a model in which transformers keeps a manager
+_MANAGER = "_cached_continuous_batching_manager"
+#: settings that continuous batching would ignore -> what to do instead
+_NOT_SERVED = dict.fromkeys(
+    (
+        *("num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "use_mtp"),
+        *("token_healing", "assistant_early_exit", "stop_strings", "max_time", "constraints", "force_words_ids"),
+        *("guidance_scale", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    ),
+    "continuous batching would ignore it; use lb.generate_many or lb.generate",
+)
 #: settings of transformers' own memory and graphs, and their values for packed pages
 _NOT_SET = {
     "use_async_batching": (None, False),
@@ -77,7 +69,7 @@ def init_continuous_batching(
     enabled = enabled_for(self)
     if enabled is None:  # a copy of an enabled model
         return original(self, "init_continuous_batching")(generation_config, continuous_batching_config, workload_hints)
-    kept = getattr(self, "_cached_continuous_batching_manager", None)
+    kept = getattr(self, _MANAGER, None)
     if isinstance(kept, PackedManager) and kept.made_for is enabled:
         return kept
     if kept is not None:
@@ -136,13 +128,8 @@ def _check_config(config: Any, preset: str) -> None:
 
 
 def _check_generation(model: Any, config: Any) -> None:
-    check_settings({"generation_config": config})
-    for name, allowed in _WITHOUT.items():
-        if getattr(config, name, None) not in allowed:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} is not possible with continuous batching, which would ignore it; use "
-                "lb.generate_many or lb.generate"
-            )
+    check_values({"generation_config": config})
+    check_served(_NOT_SERVED, {}, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # options that cause this warning are refused
         processors = model._get_logits_processor(config)
@@ -155,3 +142,4 @@ def _check_generation(model: Any, config: Any) -> None:
 
 
 also_override(init_continuous_batching, generate_batch)
+ignore_attributes(_MANAGER)

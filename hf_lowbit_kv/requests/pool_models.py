@@ -10,8 +10,8 @@ from typing import Any
 from ..cache.length_rope import length_rope
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
-from ..cache.method_caches import from_preset
 from ..cache.native_layers import RECURRENT, SLIDING, STORES_NOTHING
+from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import longest_text
 from ..presets import DEFAULT_PRESET
 
@@ -31,12 +31,10 @@ def empty_caches(
         ValueError: a pool cannot serve the model. The message names the layer or the reason.
     """
     options = dict(cache_options or {})
-    if "max_cache_len" in options:
-        raise ValueError("cache_options={'max_cache_len': ...} is not allowed: every row is as long as its request")
     name = DEFAULT_PRESET if preset is None else preset
 
     def make(tokens: int) -> LowBitCache:
-        return from_preset(name, model, max_cache_len=tokens, **options)
+        return cache_of_preset(name, model, max_cache_len=tokens, **options)
 
     for index, layer in enumerate(make(1).layers):
         if isinstance(layer, RECURRENT) or not isinstance(layer, (LowBitLayer, *SLIDING, *STORES_NOTHING)):

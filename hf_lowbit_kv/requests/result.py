@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..generation.decoding_loop import FinishReason
 
@@ -16,8 +17,9 @@ class Result:
         index: the request's position among all requests, from 0.
         prompt_ids: the tokens that the model read.
         generated_tokens: the tokens that it wrote, including an end-of-text token.
-        text: the generated tokens as text, without special tokens; `None` without a tokenizer or before
-            the first token.
+        text: what a person reads of the answer; `None` without a tokenizer or before the first token. For messages, if the
+            model has a response template: the content without reasoning and tool calls. Otherwise the generated tokens,
+            without special tokens that begin and end texts.
         logprobs: for every generated token, the logarithm of the probability with which it was drawn, after all logits
             processors; empty without `logprobs=True`.
         finish_reason: `"stop"`: an end-of-text token, a stop string or a stopping criterion; `"length"`: the limit of
@@ -26,6 +28,7 @@ class Result:
         cached_tokens: tokens of the prompt that were taken from a kept prefix instead of being read.
         timestamps: `time.perf_counter()` when each generated token arrived on the CPU.
         sequence: index among the request's `num_return_sequences`, from 0.
+        message: for messages: the answer as a message, as in `Chat.messages`, to append to them; otherwise `None`.
 
     Example:
         >>> results = lb.generate_many(model, ["one", "two"], tokenizer=tokenizer, max_new_tokens=4)
@@ -46,6 +49,7 @@ class Result:
     cached_tokens: int = 0
     timestamps: list[float] = field(default_factory=list)
     sequence: int = 0
+    message: dict[str, Any] | None = None
 
 
 class Interrupted(KeyboardInterrupt):

@@ -16,7 +16,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from ..generation.sampling_settings import processors_of
+from ..generation.generation_settings import processors_of
 from .request import Request
 
 #: processors that only look at a row's scores and have plain attributes: rows with equal processors are processed

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
+from ..generation.stop_strings import StopStrings
 from .kept_prompts import KeptPrompts
 from .pool_models import longest_row
 from .pool_steps import PoolSteps
@@ -32,7 +32,7 @@ from .request import Request
 from .result import FinishReason, Result, described
 from .row_pool import Prefix, Row
 from .sampling import NO_PROBABILITIES, Drawn, Sampler, draw, on_device
-from .sequence import Sequence, State, stopped_by_strings
+from .sequence import Sequence, State
 from .shared_prefixes import SharedPrefixes
 
 
@@ -94,8 +94,6 @@ class Scheduler:
         self._stepping: list[Sequence] = []  # those that the running step of the model is for
         self._pending: deque[_Pending] = deque()
         self._tokens_arrive_late = steps.device.type == "cuda"
-        # a criterion reads the whole vocabulary when it is made, so requests share it
-        self._stop_strings = functools.lru_cache(8)(lambda texts: StopStringCriteria(tokenizer, list(texts)))
         self.finished: deque[Result] = deque()
 
     def _in(self, *states: State) -> list[Sequence]:
@@ -250,7 +248,7 @@ class Scheduler:
         checked_here = MaxLengthCriteria, EosTokenCriteria
         sequence.criteria = [each for each in criteria if each in user_criteria or not isinstance(each, checked_here)]
         if stops is not None:
-            sequence.stop_strings = self._stop_strings((stops,) if isinstance(stops, str) else tuple(stops))
+            sequence.stop_strings = StopStrings(self.tokenizer, stops, prompt_ids=request.prompt_ids)
         if sequence.sampler.reads_tokens:
             ids = request.prompt_ids + [0] * request.new_tokens
             sequence.text = on_device([ids], self.steps.device)
@@ -398,7 +396,6 @@ class Scheduler:
         self._stepping = []
         now, tokens = time.perf_counter(), pending.tokens.tolist()
         logprobs = None if pending.logprobs is None else pending.logprobs.tolist()
-        stopped = stopped_by_strings(pending.sequences, tokens)
         for index, sequence in enumerate(pending.sequences):
             if not sequence.has_row:
                 continue
@@ -415,7 +412,7 @@ class Scheduler:
                 result.logprobs.append(logprobs[index])
             try:
                 self._stream(sequence, tokens[index])
-                reason = "stop" if sequence in stopped else self._why_ended(sequence, tokens[index])
+                reason = self._why_ended(sequence, tokens[index])
             except Exception as problem:  # of the caller's streamer or criterion: the other requests go on
                 self.end(sequence, "error", problem)
                 continue
@@ -428,9 +425,11 @@ class Scheduler:
             streamer.put(torch.tensor([token]))
 
     def _why_ended(self, sequence: Sequence, token: int) -> FinishReason | None:
-        """The reason why the sequence ends with this token, or `None`. Stop strings are checked before."""
-        request = sequence.request
-        if token in request.end_tokens:
+        """The reason why the sequence ends with this token, or `None`."""
+        request, stops = sequence.request, sequence.stop_strings
+        if stops is not None:
+            stops.add(token)
+        if token in request.end_tokens or (stops is not None and stops.reached):
             return "stop"
         reason: FinishReason | None = None
         if sequence.criteria:
@@ -480,7 +479,8 @@ class Scheduler:
         result.error = None if error is None else described(error)
         if self.tokenizer is not None and sequence.has_row:
             try:
-                result.text = self.tokenizer.decode(result.generated_tokens, skip_special_tokens=True)
+                tokens = result.generated_tokens
+                result.text, result.message = sequence.request.answer(self.steps.model, self.tokenizer, tokens)
             except Exception as problem:
                 result.finish_reason, result.error = "error", described(error or problem)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import StopStringCriteria
 
+from ..generation.stop_strings import StopStrings
 from .request import Request
 from .result import Result
 from .row_pool import Row
@@ -50,7 +50,7 @@ class Sequence:
     sampler: Sampler = None  # type: ignore[assignment]
     criteria: list[Any] = field(default_factory=list)
     """stopping criteria, without those that the scheduler checks itself"""
-    stop_strings: StopStringCriteria | None = None
+    stop_strings: StopStrings | None = None
 
     @property
     def has_row(self) -> bool:
@@ -60,27 +60,3 @@ class Sequence:
     def ids(self) -> list[int]:
         """All tokens that the CPU knows."""
         return self.request.prompt_ids + self.result.generated_tokens
-
-    def last(self, count: int) -> list[int]:
-        """The last tokens that the CPU knows, at most `count`."""
-        return self.request.prompt_ids[-count:] + self.result.generated_tokens[-count:]
-
-
-#: an id outside of every vocabulary, which stop strings do not match
-_NO_TOKEN = 2**31 - 1
-
-
-def stopped_by_strings(sequences: list[Sequence], tokens: list[int]) -> set[Sequence]:
-    """The sequences that end with a stop string after these tokens, one token per sequence. Sequences with the same stop
-    strings are checked together, on as many tokens as the longest stop string can have."""
-    groups: dict[StopStringCriteria, list[tuple[Sequence, int]]] = {}
-    for sequence, token in zip(sequences, tokens, strict=True):
-        if sequence.stop_strings is not None and sequence.has_row and token >= 0:  # below 0: none was drawn
-            groups.setdefault(sequence.stop_strings, []).append((sequence, token))
-    stopped: set[Sequence] = set()
-    for criterion, members in groups.items():
-        most = criterion.maximum_token_len
-        lines = [[_NO_TOKEN] * most + sequence.last(most) + [token] for sequence, token in members]
-        ends = criterion(torch.tensor([line[-most:] for line in lines]), None).tolist()
-        stopped.update(sequence for (sequence, _), end in zip(members, ends, strict=True) if end)
-    return stopped

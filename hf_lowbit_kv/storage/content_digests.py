@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,75 @@ def fingerprint_of(model: torch.nn.Module, use: str) -> dict[str, Any]:
         "adapters": adapters_in(_once(modules)),
         "parameters": Samples(dict(_named_tensors(modules)), use).digests(),
     }
+
+
+class EmbeddedRows:
+    """Checksums of rows of an input embedding as it was at one time, as far as texts had their tokens. Samples of the whole
+    matrix would miss a single row that was trained. Copies and pickles are `None`.
+
+    Args:
+        weight: the embedding.
+    """
+
+    @torch.inference_mode(False)  # texts may be added in and outside of it
+    def __init__(self, weight: torch.Tensor):
+        everything = weight.device.type != "cpu"  # there it takes a millisecond, and selecting rows would wait
+        self._weight = weakref.ref(weight)
+        self._sums = _row_sums(weight) if everything else torch.zeros(len(weight), dtype=torch.int64)
+        self._known = torch.full((len(weight),), everything)
+
+    @staticmethod
+    def of(model: Any) -> EmbeddedRows | None:
+        """Those of the model now; another object once the embedding has changed. `None`: its rows are no plain numbers in
+        memory."""
+        weight: Any = getattr(model.get_input_embeddings(), "weight", None)
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.device.type == "meta":
+            return None
+        if weight.shape[1] * weight.itemsize % 4 or not weight.is_contiguous():
+            return None
+        rows: EmbeddedRows = computed_once(weight, "rows", lambda: EmbeddedRows(weight))
+        return rows
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def add(self, ids: torch.Tensor) -> None:
+        """Note the rows of a text, before the embedding changes."""
+        if (weight := self._weight()) is not None and not bool(self._known.all()):
+            distinct = self._distinct(ids)
+            missing = distinct[~self._known[distinct]]
+            self._sums[missing], self._known[missing] = _row_sums(weight[missing]), True
+
+    def digest(self, ids: torch.Tensor) -> str:
+        """32 hexadecimal digits that identify the rows of a text that was added. Waits for the device."""
+        sums = self._sums[self._distinct(ids).to(self._sums.device)]
+        return hashlib.blake2b(sums.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+
+    def _distinct(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids outside of the vocabulary stand for no token."""
+        distinct = ids.unique().cpu().long()
+        return distinct[(distinct >= 0) & (distinct < len(self._known))]
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+@torch.no_grad()
+def _row_sums(rows: torch.Tensor) -> torch.Tensor:
+    """int64 `[n]`. A change of one number changes its product with an odd factor."""
+    factors = torch.randint(1 << 30, (rows.shape[1],), generator=torch.Generator().manual_seed(0)) | 1
+    integers = rows.detach().view(torch.int32)
+    factors = factors[: integers.shape[1]].to(rows.device, torch.int32)
+    parts = [(part * factors).sum(-1) for part in integers.split(1024)]
+    return torch.cat(parts) if parts else integers.new_zeros(0, dtype=torch.int64)
+
+
+def rows_digest(model: Any, ids: torch.Tensor | None) -> str | None:
+    """`EmbeddedRows.digest` of a text with the model as it is now. `None`: the text is not known as ids, or the rows are not
+    known."""
+    if ids is None or ids.is_floating_point() or (rows := EmbeddedRows.of(model)) is None:
+        return None
+    rows.add(ids)
+    return rows.digest(ids)
 
 
 def fingerprint_digest(fingerprint: Mapping[str, Any]) -> str:

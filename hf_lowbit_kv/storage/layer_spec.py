@@ -128,17 +128,17 @@ class LayerSpec:
         """Whether tokens are stored as the model made them."""
         return self.key_transform.identity and self.value_transform.identity
 
-    @property
+    @functools.cached_property
     def direct(self) -> bool:
         """Whether tokens go straight into a partial page: no residual, and both formats encode token by token."""
         return self.residual == 0 and self.key_format.tokenwise and self.value_format.tokenwise
 
-    @property
+    @functools.cached_property
     def paging(self) -> tuple[int, int, int, bool]:
         """Layers with the same paging have the same tokens in pages at any length, so they share page numbers."""
         return self.sink, self.residual, self.page_size, self.direct
 
-    @property
+    @functools.cached_property
     def tail_size(self) -> int:
         """Slots of the tail ring. When this many unpacked tokens have gathered, the oldest page is packed."""
         return 0 if self.direct else self.residual + self.page_size

@@ -179,14 +179,16 @@ class Unstamped:
 
 _COMPARED = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
-#: attribute of a model that holds temporary replacements of its methods (`generation/overriding.py`)
-OVERRIDES = "_lowbit_overrides"
-#: attributes of a model that do not affect its forward pass
-_IGNORED = {"generation_config", "_modules", "_compiled_call", "_last_compile_config", "_lowbit_enabled", OVERRIDES}
-_IGNORED |= {"generate", "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"}
-_IGNORED |= {"generate_batch", "init_continuous_batching", "_cached_continuous_batching_manager"}
+#: attributes of a module that stamps ignore; names of submodules are in `model_stamp`
+_IGNORED = {"_modules"}
 #: how deep attributes of other objects than modules and tensors are followed (quantization states, hooks)
 _DEPTH_OF_STEP = 2
+
+
+def ignore_attributes(*names: str) -> None:
+    """Leave attributes of these names out of stamps. Code that sets them on a model, or that knows that they do not affect
+    its forward pass, calls this when it is imported."""
+    _IGNORED.update(names)
 
 
 def model_stamp(model: torch.nn.Module) -> dict[str, Any]:

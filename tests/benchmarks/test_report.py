@@ -163,11 +163,6 @@ def test_errors_are_shown_where_records_have_them(record, tmp_path):
     assert "| `eigen-2` / `kivi-2-sink` | 2.09 / 2.38 |  |  | 0.50 ± 0.00 |  |" in tables.ratios_table(
         rows, tmp_path / "one.jsonl"
     )
-    baseline = record | {"baseline": "wush-2", "kl_error": 0.03}
-    others = written(tmp_path / "baselines.jsonl", baseline)
-    shown = tables.baselines_table(rows, others, tmp_path / "one.jsonl")
-    assert "| wush-2, as implemented here | 2.25 | 2.12 |  | 0.2500 ± 0.0300 |  |" in shown
-    assert "| `eigen-2` | 2.09 | 2.08 |  | 0.2500 ± 0.0123 |  |" in shown
 
 
 # ---- bands ----------------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ def test_presets():
         *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
         *("int8", "int6", "int5", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
         *("kitty", "kitty-pro", "kitty-hadamard"),
-        *("eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"),
+        *("eigen-2", "eigen-3", "eigen-4"),
         *("fp8", "snapmla", "mla"),
     ]
     for name in lb.preset_names():
@@ -389,6 +389,13 @@ def test_presets_with_suffixes():
     assert lb.get_preset("kitty-pro-variance").key_format == "boosted2-r0.25-variance"
     with pytest.raises(ValueError, match="preset='kivi-2' boosts no channels: '-random' has no meaning"):
         lb.get_preset("kivi-2-random")
+    for name, reason in (
+        ("eigen-2", "transform='eigen'"),
+        ("vecinfer-2", "transform='hadamard'"),
+        ("snapmla", "latents"),
+    ):
+        with pytest.raises(ValueError, match=f"preset='{name}' has {reason}: '-hadamard' has no meaning there"):
+            lb.get_preset(f"{name}-hadamard")
 
 
 def test_named_caches_and_overrides(model):

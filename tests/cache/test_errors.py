@@ -145,7 +145,7 @@ def test_one_warning_where_the_model_does_not_read_packed_pages():
 
 def test_bits_of_a_format_without_bits(model):
     with pytest.raises(
-        ValueError, match=r"bits_k=4 is not allowed: key_format 'dense' of .* has no such parameter; allowed: none"
+        ValueError, match=r"bits_k=4 is not allowed: key_format 'dense' has no such parameter; allowed: none"
     ):
         lb.from_preset("dense", model, bits_k=4)
 
@@ -218,7 +218,7 @@ def test_a_prompt_that_is_not_longer_than_what_is_stored(model, padding, max_cac
         return {"inputs": left_padded(2, tokens, seed=seed)[0], "attention_mask": mask, **options}
 
     text = model.generate(**begun(40, 1))
-    for tokens in (30, 43, 44):
+    for tokens in (30, 43) if padding else (30, 43, 44):
         with pytest.raises(ValueError, match=r"44 .*full text so far plus the new tokens.*[Cc]all cache\.reset\(\)"):
             model.generate(**begun(tokens, 2))
         assert int(cache.get_seq_length()) == 44
@@ -411,7 +411,7 @@ def test_a_model_that_computes_with_keys_before_the_attention_function():
 def test_an_update_without_a_model_stores_nothing_and_says_so(model):
     cache, chunk = lb.from_preset("kivi-2", model), torch.randn(1, 2, 5, 64)
     keys, _ = cache.update(chunk, chunk, 0)
-    message = r"the result of update\(\) .* has stored nothing.*set_attn_implementation"
+    message = r"update\(\) returns no tensors and has stored nothing.* no model called update\(\): select another"
     for use in (
         *(lambda: keys.shape, lambda: keys[0], lambda: keys[:, 1], lambda: torch.cat([keys])),
         *(lambda: torch.chunk(keys, 2), lambda: keys + keys, lambda: keys * 2, lambda: 2 * keys),

@@ -13,7 +13,7 @@ from hf_lowbit_kv import byte_sizes
 from hf_lowbit_kv.backends.choice import BACKENDS
 from hf_lowbit_kv.cache import cache_options
 from hf_lowbit_kv.cache.cache_options import PresetCacheOptions
-from hf_lowbit_kv.cache.method_caches import KEY_PARAMETERS, VALUE_PARAMETERS
+from hf_lowbit_kv.cache.preset_cache import PARAMETERS
 from hf_lowbit_kv.presets import PRESETS, PresetName
 
 IDS = torch.arange(10)[None]
@@ -130,8 +130,40 @@ def test_nbits(make, default, model):
     bits = lambda cache: (cache.spec.key_format.bits, cache.spec.value_format.bits)  # noqa: E731
     assert bits(make(model)) == (default, default)
     assert bits(make(model, nbits=2)) == (2, 2)
-    with pytest.raises(ValueError, match="nbits=2 are both given"):
-        make(model, **{"bits_k" if make is _kv8 else "bits": 4}, nbits=2)
+    assert bits(make(model, nbits=2, bits_k=4)) == (4, 2)
+    assert bits(make(model, nbits=2, bits_v=4)) == (2, 4)
+    if make is not _kv8:
+        assert bits(make(model, bits=2, bits_v=4)) == (2, 4)
+        with pytest.raises(ValueError, match="bits=4 and nbits=2 are both given"):
+            make(model, bits=4, nbits=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, **options: lb.from_preset("kivi-2-hadamard-sink", model, **options),
+        *(lb.KIVICache, lb.KittyCache, lb.IntCache),
+    ],
+    ids=["from_preset", "kivi", "kitty", "int"],
+)
+def test_none_is_the_value_of_the_preset(make, model):
+    names = ("sink", "residual", "residual_length", "transform", "value_transform", "key_format", "value_format")
+    parameters = ("nbits", "bits_k", "bits_v", "group_size", "boost", "score")
+    assert make(model, **dict.fromkeys(names + parameters)).spec == make(model).spec
+
+
+def test_none_in_cache_options(model):
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "progress": False}
+    kept = lb.generate(model, IDS, "kivi-4-sink", cache_options={"sink": None}, **options).past_key_values
+    assert kept.spec == lb.get_preset("kivi-4-sink").spec()
+
+
+def test_classes_of_methods_take_what_from_preset_takes(model):
+    """A parameter that only one of both formats has changes that one."""
+    assert lb.KittyCache(model, group_size=32).spec == lb.from_preset("kitty", model, group_size=32).spec
+    assert lb.KittyCache(model, group_size=32).spec.value_format.name == "int2-token-g32"
+    with pytest.raises(ValueError, match=r"boost=0.5 is not allowed: key_format 'int4-channel' .* allowed: bits_k, gr"):
+        lb.KIVICache(model, boost=0.5)
 
 
 def test_a_format_without_bits(model):
@@ -155,22 +187,5 @@ def test_typed_options_are_those_of_the_signature():
         "attention_kind",
         "unknown",
     }
-    of_formats = {*KEY_PARAMETERS, *VALUE_PARAMETERS, "nbits"}
+    of_formats = {name for side in PARAMETERS.values() for name in side} | {"nbits"}
     assert cache_options.PresetCacheOptions.__optional_keys__ == parameters | of_formats
-
-
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (lb.KIVICache, cache_options.MethodCacheOptions),
-        (lb.KittyCache, cache_options.MethodCacheOptions),
-        (lb.IntCache, cache_options.IntCacheOptions),
-        (lb.VecInferCache, cache_options.VecInferCacheOptions),
-        (lb.MLAFP8Cache, cache_options.LatentCacheOptions),
-    ],
-    ids=lambda x: x.__name__,
-)
-def test_typed_options_of_methods(cls, options):
-    """They are options of `LowBitCache` that the method does not name itself."""
-    own = set(inspect.signature(cls).parameters)
-    assert options.__optional_keys__ <= set(inspect.signature(lb.LowBitCache).parameters) - own

@@ -10,9 +10,8 @@ from tiny_architectures import IMAGE_TOKEN, prompt_with_image, tiny_vision_model
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.cache_argument import as_argument
+from hf_lowbit_kv.cache.cache_argument import RELEASE, as_argument
 from hf_lowbit_kv.cache.implementation import selected
-from hf_lowbit_kv.cache.transformers_release import RELEASE
 
 pytestmark = pytest.mark.host
 SMALL = {"page_size": 32, "residual": 32, "backend": "torch"}

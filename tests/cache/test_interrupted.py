@@ -206,6 +206,7 @@ def test_generate_without_its_cache_does_not_store_the_text_again(family, attent
     assert int(cache.get_seq_length()) == 40
 
 
+@pytest.mark.newest
 def test_a_text_that_is_read_whole_in_every_step_is_refused():
     model, _ = tiny_models("llama")
     cache = _cache(model, None)

@@ -13,9 +13,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import stored_masks
-from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
+from hf_lowbit_kv.cache.cache_argument import RELEASE, as_argument, cache_in
 from hf_lowbit_kv.cache.low_bit_layer import LowBitLayer
-from hf_lowbit_kv.cache.transformers_release import RELEASE
 
 pytestmark = pytest.mark.host
 SIZES = [None, 400]

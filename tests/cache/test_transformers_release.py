@@ -1,4 +1,4 @@
-"""What differs between releases of transformers: `transformers_release` says of the installed one what it does, and of the two
+"""What differs between releases of transformers: `cache_argument` says of the installed one what it does, and of the two
 names of the argument that carries a cache users may write either; the package writes the current one."""
 
 import inspect
@@ -14,8 +14,7 @@ from transformers import LlamaForCausalLM
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.cache import cache_argument
-from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.transformers_release import GENERATE_KEEPS_MASKS
+from hf_lowbit_kv.cache.cache_argument import GENERATE_KEEPS_MASKS, as_argument
 
 pytestmark = [pytest.mark.host, pytest.mark.filterwarnings("error:.*past_key_values:FutureWarning")]
 
@@ -85,5 +84,3 @@ def test_a_further_turn_under_either_name(model):
         first = lb.generate(model, ids, "dense", max_cache_len=256, return_dict_in_generate=True, **options)
         cache = first[cache_argument.NAME]
         assert torch.equal(lb.generate(model, first.sequences, "dense", **options, **{name: cache}), expected)
-    with pytest.raises(ValueError, match="cache and past_key_values are both given"):
-        lb.generate(model, ids, "dense", **options, past_key_values=cache, cache=cache)

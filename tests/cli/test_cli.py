@@ -12,6 +12,9 @@ import pytest
 import transformers
 from cases import calibration_of, tiny_models
 from huggingface_hub import get_session
+from marked import slow_case
+from tiny_architectures import tiny_vision_model
+from tiny_tokenizers import letters
 from transformers import AutoTokenizer
 
 import hf_lowbit_kv
@@ -176,7 +179,6 @@ def test_names_that_are_declared_without_torch():
                 ('per_layer={0: "dense"}', "; it must be a JSON object from layer indices to presets"),
                 ('per_layer={"first": "dense"}', "; it must be a JSON object from layer indices to presets"),
                 ('per_layer={"0": {"key_format": 4}}', "; key_format must be text"),
-                ("key_format=null", "; it must be text"),
                 ("backend=[1]", "; it must be text"),
                 ("parameters=5", ": parameters are tensors; use --calibration FILE"),
             )
@@ -353,6 +355,23 @@ def test_perplexity(run, model_folder, tmp_path):
     code, out, err = run("eval", "perplexity", "--preset", "kivi-2", "--set", "residual=256", *options)
     assert (code, out) == (1, "")
     assert "context=280 is too short for kivi-2: nothing would be read packed" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", slow_case("llava")])
+def test_a_model_that_is_no_causal_language_model_for_transformers(run, name, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(PROMPT, encoding="utf-8")
+    tiny_vision_model(name).save_pretrained(tmp_path)
+    letters().save_pretrained(tmp_path)
+    options = ["--model", tmp_path, "--text", text, "--json"]
+    code, out, _ = run("eval", "perplexity", "--preset", "dense,kivi-2", "--context", 280, "--from", 200, *options)
+    assert code == 0
+    kl = [row["kl"] for row in json.loads(out)]
+    assert kl[0] < 1e-6 < kl[1]
+    code, out, _ = run("recommend", "--bits", 3, "--tokens", 530, "--preset", "kivi-2", *options)
+    assert (code, json.loads(out)["best"]) == (0, "kivi-2")
+    sizes = ["--samples", 2, "--length", 256, "--out", tmp_path / "calibration.safetensors"]
+    assert run("calibrate", "--preset", "vecinfer-2", *sizes, *options)[0] == 0
 
 
 def test_recommend(run, model_folder, tmp_path):

@@ -49,7 +49,7 @@ def arguments(model_folder, tmp_path, monkeypatch):
         "presets": [],
         "demo": [*model, "--prompt", NUMBERS, "--preset", "kivi-2", "--max-new-tokens", 2],
         "recommend": [*model, "--bits", 5, "--text", text, "--tokens", 520, "--preset", "kivi-2"],
-        "calibrate": [*model, "--text", text, "-p", "million-2", "--samples", 2, "--length", 256, "-o", out],
+        "calibrate": [*model, "--text", text, "-p", "vecinfer-2", "--samples", 2, "--length", 256, "-o", out],
         "share": [tmp_path / "kept.safetensors", "me/mine"],
         "serve": [*model, "--port", 8765, "--memory", "8MB"],
         "eval perplexity": [*model, *short, "--preset", "kivi-2"],
@@ -118,7 +118,7 @@ def test_numbers_that_json_lacks_become_null(capsys):
 
 def test_presets_that_need_a_calibration_are_marked(run):
     marked = {row["preset"] for row in json.loads(run("presets", "--json")[1]) if row["calibrated"]}
-    assert marked == {"eigen-2", "eigen-2-trellis", "eigen-3", "eigen-4"}
+    assert marked == {"eigen-2", "eigen-3", "eigen-4"}
     table = run("presets", "--all")[1]
     assert set(re.findall(r"^(\S+) \*", table, re.MULTILINE)) == marked
     assert "*: needs a calibration of the model" in table

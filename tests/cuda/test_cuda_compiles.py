@@ -104,14 +104,12 @@ def local_memory(name: str, defines: tuple, arch: str) -> dict[str, Local]:
 KNOWN = {
     ("sm_90", "eigen-3", 128, 1, "attend"): 48,
     ("sm_90", "bitdecoding-kt-4", 128, 1, "attend"): 8,
-    ("sm_90", "million-2", 128, 1, "attend"): 8,
     ("sm_90", "vecinfer-2", 128, 1, "attend"): 24,
     ("sm_90", "vecinfer-4", 64, 1, "attend"): 60,
     ("sm_90", "vecinfer-1.25", 64, 1, "attend"): 140,
     ("sm_90", "eigen-4", 128, 1, "attend"): 48,
     ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 120,
     ("sm_90", "dense", 128, 4, "attend"): 108,
-    ("sm_90", "eigen-2-trellis", 128, 4, "attend"): 32,
     # wide heads, with more query rows than a decode step has; in which loop was not looked at
     ("sm_120", "int8", 512, 2, "attend"): 16,
     ("sm_120", "int8", 192, 4, "attend"): 88,
@@ -119,8 +117,6 @@ KNOWN = {
     ("sm_90", "int8", 192, 4, "attend"): 48,
     ("sm_90", "int6", 192, 4, "attend"): 84,
     ("sm_90", "fp8", 192, 4, "attend"): 64,
-    ("sm_120", "eigen-2-trellis", 128, 1, "attend"): 48,
-    ("sm_120", "eigen-2-trellis", 128, 1, "append_one"): 64,
     # inside of that loop, too: 5 of its 1347 instructions; 10 of 1097
     ("sm_90", "vecinfer-1.25", 128, 1, "attend"): 176,
     ("sm_90", "vecinfer-3", 64, 1, "attend"): 168,

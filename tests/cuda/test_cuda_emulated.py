@@ -11,7 +11,7 @@ from cases import SMALL_PAGES, tiny_models
 from cuda_cases import LONG_CHUNKS, check_long_chunk, fragment
 from emulated import emulated, needs_emulator, some_fast
 from kernel_cases import Case, check_steps, filled, generator, plain, random_step, relative_error
-from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, TRELLIS, static_sizes
+from kernel_matrix import CODEBOOK_STORES, EIGEN_2, EIGEN_3, TRANSFORMS, static_sizes
 from marked import slow_case
 from scale_cases import CONSTANT_ROWS, HEAVY_TOKEN, check_constant_rows, check_heavy_token, spread_cases
 
@@ -82,11 +82,6 @@ ATTENDS = [
         Case(keys="static-65444333", values="static-4-tn", lengths=(300, 40), heads=1, groups=3, dtype=torch.bfloat16),
         Case(keys="static-4", values="static-3-tn", lengths=(300,), heads=1, head_dim=96, page_size=64, padded=True, tokens=3),
         Case(keys="static-442200", values="static-2-tn", head_dim=96, page_size=256, lengths=(600,), heads=1),
-        Case(**TRELLIS, **PAGES, lengths=(700, 1, 290)),
-        Case(**TRELLIS, **PAGES | {"head_dim": 64}, lengths=(900, 300), heads=1, groups=16, dtype=torch.bfloat16),
-        Case(keys="static-4", values="trellis-2", head_dim=96, page_size=256, lengths=(600,), groups=6, padded=True, tokens=3),
-        Case(keys="static-4", values="trellis-2", lengths=(300, 40), heads=1),
-        Case(keys="int4-token", values="trellis-2", head_dim=256, page_size=128, lengths=(700,), heads=1),
 ]  # fmt: skip
 
 
@@ -258,12 +253,7 @@ STORES = [
     (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
     (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 9)), [90, 0]),
-    (Case(keys="static-4", values="trellis-2", heads=1, padded=True, lengths=(5, 9)), [90, 0]),
-    (Case(keys="static-4", values="trellis-2", **PAGES | {"residual": 5}, heads=1, lengths=(5,)), [200]),
-    (
-        Case(keys="int4-token", values="trellis-2", head_dim=80, page_size=256, heads=1, lengths=(5,), outliers=True),
-        [300],
-    ),
+    ([300],),
     (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
     (Case(keys="static-53222110", values="static-4-tn", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),

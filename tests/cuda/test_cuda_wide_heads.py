@@ -8,7 +8,7 @@ import torch
 from cuda_cases import fragment
 from emulated import emulated, needs_emulator, some_fast
 from kernel_cases import Case, assert_same_state, check_steps, filled, generator, random_step, relative_error
-from kernel_matrix import EIGEN_2, TRELLIS
+from kernel_matrix import EIGEN_2
 
 from hf_lowbit_kv.backends import choice as backends
 from hf_lowbit_kv.storage import reference
@@ -54,8 +54,6 @@ ATTENDS = [
     Case(keys="int4-token-g64", values="dense", **KEYS, lengths=(300,), heads=1),
     Case(keys="vq-d4b8", values="vq-d4b8", **KEYS, **PAGES, lengths=(300, 1), heads=1),
     Case(**EIGEN_2, **KEYS, **PAGES, lengths=(300, 1), heads=1),
-    Case(**TRELLIS, **KEYS, **PAGES, lengths=(300,), heads=1),
-    Case(keys="int4-token", values="trellis-2", head_dim=192, lengths=(300,), heads=1),
 ]  # fmt: skip
 
 
@@ -84,7 +82,6 @@ STEPS = [
     (Case(keys="int2-channel", values="int2-token", **WIDE, **PAGES, lengths=(286, 700), heads=1), 4),
     (Case(keys="int8-token", values="int8-token", **WIDE, lengths=(98, 0), residual=0, heads=1, padded=True), 6),
     (Case(keys="int2-channel", values="int2-token", **KEYS, **PAGES, lengths=(286, 700), heads=1), 4),
-    (Case(**TRELLIS, **KEYS, **PAGES, lengths=(286,), heads=1), 4),
 ]
 
 
@@ -115,7 +112,6 @@ STORES = [
     (Case(keys="static-44422000", values="static-3-tn", **WIDE, heads=1, lengths=(5,)), [70]),
     (Case(keys="vq-d4b8", values="vq-d2b3", **WIDE, lengths=(5,), heads=1), [70]),
     (Case(keys="boosted2-r0.25", values="int4-token", **KEYS, heads=1, padded=True), [90, 70, 0, 0]),
-    (Case(keys="int5-channel", values="trellis-2", head_dim=192, heads=1, lengths=(5,)), [70]),
 ]
 
 
@@ -154,7 +150,6 @@ def test_formats_whose_heads_are_not_divided_get_triton(nvidia_gpu, monkeypatch)
         ("int4-channel", "int2-token", None),
         ("boosted2-r0.125", "int2-token", "keys in format 'boosted2-r0.125' with head_dim=512; allowed: up to 256"),
         ("static-44422000", "static-2-tn", "keys in format 'static-44422000' with head_dim=512"),
-        ("int4-token", "trellis-2", "values in format 'trellis-2' with head_dim=512"),
         ("vq-d8b10", "vq-d4b8", "keys in format 'vq-d8b10' with head_dim=512"),
     ):
         spec = Case(keys=keys, values=values).spec

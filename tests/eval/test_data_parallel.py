@@ -2,17 +2,17 @@
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from command_line import call
+from machines import commands, run_at_once
 from ranks import run_ranks
 
 from hf_lowbit_kv import cli
-from hf_lowbit_kv.eval.data_parallel import ONE_PROCESS, Processes
+from hf_lowbit_kv.eval.data_parallel import ONE_PROCESS, Processes, process_count
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -77,27 +77,54 @@ def test_perplexity_of_two_processes(model_folder, tmp_path, capsys):
     assert (tmp_path / "1.json").read_text() == ""
 
 
-LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "-m"]
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
+    ],
+)
+def test_processes_without_ranks_are_refused(monkeypatch, capsys, variables):
+    for name in variables:
+        monkeypatch.setenv(name, variables[name])
+    code, _, err = call(capsys, "eval", "perplexity", "--preset", "kivi-2")
+    assert code == 1
+    assert "each would do all the work. Start them with `accelerate launch --multi_gpu" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    "variables", [{"RANK": "0", "WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, {"PMI_SIZE": "1"}]
+)
+def test_more_ranks_than_a_launcher_announces(monkeypatch, variables):
+    """`srun` starts `torchrun` once on each machine, and that starts a rank for each GPU."""
+    for name in variables:
+        monkeypatch.setenv(name, variables[name])
+    assert process_count() == int(variables.get("WORLD_SIZE", 1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_perplexity_under_accelerate(model_folder, tmp_path, count):
-    """Four processes are more than there are windows."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = []
-    for how in (["-m"], [*LAUNCH[:2], "--num_processes", str(count), *LAUNCH[2:]]):
-        done = subprocess.run(
-            [sys.executable, *how, "hf_lowbit_kv", *options_of(model_folder, tmp_path)],
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        found.append(json.loads(done.stdout))  # only one process has written
-    same_figures(*found)
+def test_perplexity_on_two_machines(model_folder, tmp_path, capsys):
+    """One window on one machine and two on the other."""
+    options = options_of(model_folder, tmp_path)
+    first, second = run_at_once([[*line, *options[2:]] for line in commands("perplexity")], tmp_path)
+    assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), (
+        first.stderr[-2000:] + second.stderr[-2000:]
+    )
+    same_figures(json.loads(first.stdout), json.loads(call(capsys, *options)[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines", ["1", "2"])
+def test_accelerate_without_ranks_is_refused(tmp_path, machines):
+    """With `--cpu`, accelerate starts one process on each machine, which knows of no other one."""
+    launch = ["accelerate.commands.launch", "--cpu", "--num_machines", machines, "--num_processes", "2"]
+    launch += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500"]
+    command = [sys.executable, "-m", *launch, "-m", "hf_lowbit_kv", "eval", "perplexity", "--preset", "kivi-2"]
+    (done,) = run_at_once([command], tmp_path)
+    assert done.returncode != 0
+    assert "MASTER_ADDR=127.0.0.1: a launcher was asked for several processes" in " ".join(done.stderr.split())
 
 
 def _dying_rank(rank: int, command: list[str]) -> None:

@@ -5,13 +5,13 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 
 import pytest
 from command_line import call
+from machines import commands, run_at_once
 from marked import slow_case
 
 import hf_lowbit_kv as lb
@@ -251,27 +251,19 @@ def test_a_path_that_lm_eval_could_not_write_is_refused(run, model_folder, task,
 
 
 @pytest.mark.slow
-def test_accelerate_shares_the_work(model_folder, task, tmp_path):
+def test_two_machines_share_the_work(model_folder, task, tmp_path):
     """Two processes on a CPU give one table, that of one process."""
     options = ["--tasks", "numbers", "--preset", "kivi-2", "--no-full", "--json", "--include_path", str(task)]
-    command = [
-        "hf_lowbit_kv",
-        "eval",
-        "lm-eval",
-        "--model",
-        str(model_folder),
-        *options,
-        *map(str, SMALL_OVERRIDES),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "-m"]
+    options += ["--model", str(model_folder), *map(str, SMALL_OVERRIDES)]
+    alone = [sys.executable, "-m", "hf_lowbit_kv", "eval", "lm-eval"]
     rows = []
-    for how in (["-m"], launch):
-        done = subprocess.run(
-            [sys.executable, *how, *command], capture_output=True, text=True, env=environment, check=False, timeout=300
+    for launched in ([alone], commands("lm-eval")):
+        first, *others = run_at_once(
+            [[*line, *options] for line in launched], tmp_path, HF_DATASETS_CACHE=str(tmp_path)
         )
-        assert done.returncode == 0, done.stderr[-2000:]
-        rows.append(json.loads(done.stdout))
+        assert first.returncode == 0, first.stderr[-2000:]
+        assert [each.stdout for each in others] == [""] * len(others)
+        rows.append(json.loads(first.stdout))
     single, shared = (copy.deepcopy(found[0]) for found in rows)
     assert shared["packed_share"] == pytest.approx(single["packed_share"])
     assert (shared["metrics"], shared["samples"]) == (single["metrics"], single["samples"])

@@ -60,7 +60,7 @@ def defined(preset: str) -> bool:
     return not any(parameter.name.endswith(".matrix") for parameter in spec_of(preset).parameters(64, 64, 1))
 
 
-NAMES = [name for name in (*lb.preset_names(), *PAPER_PRESETS, "fp8/fp8") if defined(name)]
+NAMES = [name for name in (*lb.preset_names(), *PAPER_PRESETS, "fp8/fp8", "vq-d4b8/vq-d4b8") if defined(name)]
 
 
 def cases() -> list[tuple[str, str, int, str]]:

@@ -169,7 +169,7 @@ def test_the_compiled_step_is_one_graph(method):
 
 #: what is sliced among processes: the format of this file, and the package's own formats and transforms with parameters. Those
 #: of `vecinfer-2` have one codebook for all heads, or (`per head`) one for each
-SLICED = ("codebook", "vecinfer-2", "vecinfer-2 per head", "vecinfer-1.25", "million-2", "eigen-2", "eigen-3")
+SLICED = ("codebook", "vecinfer-2", "vecinfer-2 per head", "vecinfer-1.25", "eigen-2", "eigen-3")
 
 
 def _rank(rank: int, folder: str) -> None:

@@ -78,9 +78,6 @@ def _named(given: str, parse):
 @pytest.mark.parametrize(
     ("cls", "error", "message"),
     [
-        (int, TypeError, "cls=<class 'int'> is not allowed"),
-        (Sign(), TypeError, "must be a class"),
-        (lb.Format, TypeError, "does not define arrays"),
         (_named("greedy", lambda cls, name: cls()), ValueError, r"parse\('dense'\) returned .*must return None"),
         (
             _named("loud", lambda cls, name: cls() if name == "loud" or int(name) else None),
@@ -90,7 +87,7 @@ def _named(given: str, parse):
         (_named("deaf", lambda cls, name: None), ValueError, r"parse\('deaf'\) returned None"),
         (_named("a|b", lambda cls, name: cls() if name == "a|b" else None), ValueError, "may not hold '|'"),
     ],
-    ids=["type", "instance", "abstract", "greedy", "loud", "deaf", "separator"],
+    ids=["greedy", "loud", "deaf", "separator"],
 )
 def test_bad_classes_are_refused(cls, error, message):
     before = list(formats.FORMATS)
@@ -150,7 +147,6 @@ WRONG = {
     "decode failed on a trial page: KeyError: 'scales'": {"decode_arrays": _decoded("scales")},
     "the shape (2, 128, 1); it must be (2, 128, 64)": {"decode_arrays": _decoded("scale")},
     "arrays lists 'codes' twice": {"arrays": _listed(CODES, CODES)},
-    "each entry must be (name, torch.dtype, tuple of sizes)": {"arrays": _listed(("codes", "uint8", (128, 8)))},
     "none of its arrays (words) holds codes": {"arrays": _listed(("words", *CODES[1:]))},
 }
 
@@ -177,11 +173,6 @@ def test_a_class_that_is_no_frozen_dataclass_is_refused(settings):
 def test_kernels():
     with pytest.raises(ValueError, match="triton='few' has no 'decode'"):
         lb.register_format(Sign, triton=SimpleNamespace(__name__="few", params=None, encode=None))
-    half = {"__name__": "half", "params": None, "encode": None, "decode": None, "scores": None, "add": None}
-    with pytest.raises(ValueError, match=r"triton='half' has 'scores' and no 'prepare'; .* prepare, fetch, scores"):
-        lb.register_format(Sign, triton=SimpleNamespace(**half))
-    with pytest.raises(ValueError, match=r"triton='half' has 'add' and no 'weigh'; .* fetch, weigh, add"):
-        lb.register_format(Sign, triton=SimpleNamespace(**half, prepare=None, fetch=None))
     pytest.importorskip("triton")
     from hf_lowbit_kv.triton_kernels import registry
 

@@ -11,6 +11,7 @@ from generation_cases import GREEDY
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.cache.cache_argument import as_argument
 
 pytestmark = pytest.mark.host
 
@@ -49,6 +50,37 @@ def test_every_call_gets_a_cache_of_the_preset(model):
     assert model.config._attn_implementation == "sdpa"
     assert type(cache_of(model)) is DynamicCache
     assert torch.equal(written(model), plain)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda ids: (ids, None),
+        lambda ids: {"sequences": ids},
+        torch.Tensor.tolist,
+        lambda ids: ids[:, -1:],
+        torch.Tensor.float,
+    ],
+    ids=["tuple", "dict", "list", "new ids only", "another tensor"],
+)
+def test_the_result_of_a_custom_loop_is_passed_on(model, form):
+    """A store gets nothing that may be another text, and a further turn can use the cache."""
+
+    def loop(model, input_ids, past_key_values=None, cache=None, **_):
+        cache = cache if past_key_values is None else past_key_values
+        model(input_ids, use_cache=True, **as_argument(cache))
+        caches.append(cache)
+        return form(result)
+
+    caches, store = [], lb.PrefixStore()
+    ids, result = torch.randint(3, 160, (1, 200)), torch.randint(3, 160, (1, 201))
+    with lb.enable(model, "kivi-2", prefixes=store):
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, custom_generate=loop)
+        assert str(out) == str(form(result))
+        assert len(store) == 0
+        longer = torch.cat([ids, ids[:, -3:]], dim=1)
+        options = {"attention_mask": torch.ones_like(longer), "max_new_tokens": 2, "past_key_values": caches[0]}
+        assert model.generate(longer, **options, **GREEDY).shape == (1, 205)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)

@@ -392,14 +392,6 @@ def test_what_keeps_the_whole_model_plain(model):
     assert why_nothing_fused(model.train()) == "train()"
 
 
-@pytest.mark.parametrize("fuse", [None, 1, "weights"])
-def test_fuse_is_checked(model, fuse):
-    for call in (lambda: lb.generate(model, torch.ones(1, 3), fuse=fuse), lambda: lb.enable(model, fuse=fuse)):
-        with pytest.raises(ValueError, match=f"fuse={fuse!r} is not allowed; allowed: True, False"):
-            call()
-    assert "generate" not in vars(model)
-
-
 def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
     decoder, fusion = RepeatedStep(model), Fusion()
     unfused = decoder.step()

@@ -125,7 +125,7 @@ def declared_for_type_checkers() -> dict[str, str]:
 
 def test_type_checkers_see_the_names_that_python_sees():
     assert declared_for_type_checkers() == lb._MODULES
-    assert set(lb.__all__) == set(lb._MODULES) <= set(dir(lb))
+    assert set(lb.__all__) == set(lb._MODULES) == set(dir(lb))
     assert all(getattr(lb, name) is not None for name in lb.__all__)
     with pytest.raises(AttributeError, match="module 'hf_lowbit_kv' has no attribute 'generat'"):
         lb.generat  # noqa: B018

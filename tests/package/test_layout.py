@@ -13,7 +13,7 @@ MOST_FLOORS = 9
 #: a format or an operation may share its stem with its kernels, Triton's and CUDA's
 SHARED = {
     *("affine", "append", "attend", "boosted", "codebook", "common", "dense", "fp8", "fp8_centered"),
-    *("fragment", "latent", "static", "static_fragment", "transform", "trellis"),
+    *("fragment", "latent", "static", "static_fragment", "transform"),
 }
 #: names that Python itself gives a meaning
 PYTHONS = {"__init__", "__main__"}

@@ -3,12 +3,15 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from cases import FAMILIES, random_parameters, tiny_config, tiny_models
+from marked import slow_case
 from rich.console import Console
-from transformers import BartConfig, CLIPTextConfig, DynamicCache, T5Config
+from tiny_architectures import VISION_ARCHITECTURES, tiny_configuration, tiny_model, tiny_vision_configuration
+from transformers import CONFIG_MAPPING, BartConfig, CLIPTextConfig, DynamicCache, T5Config
 from typer.testing import CliRunner
 
 import hf_lowbit_kv as lb
@@ -23,6 +26,12 @@ from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, fits
 from hf_lowbit_kv.planning.model_shapes import known_models, shape_of, weight_bytes
 from hf_lowbit_kv.presets import RECOMMENDED
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+#: the tables "Supported" and "Text and images", and the names in their last column
+TABLES = PAGE.read_text(encoding="utf-8").partition("## Supported")[2].partition("## RoPE")[0]
+SUPPORTED = sorted(set(re.findall("`([a-z0-9_-]+)`", " ".join(re.findall(r"(?m)^\|.*\|([^|]*`[^|]*)\|$", TABLES)))))
+#: those that `fits` did not know: decoders that are no model by themselves; layers that look up their kind by their place
+QUICK = ("glm4v", "lfm3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 CALIBRATED = ("eigen-2", "vecinfer-2")
 
 
@@ -51,6 +60,52 @@ def test_cache_bytes_with_a_calibration(preset):
     counter = PresetMemory(shape_of(model), preset)
     assert counter.calibrated
     assert counter.nbytes(400) == int(cache.nbytes)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else slow_case(name) for name in SUPPORTED])
+def test_every_supported_model_is_counted(name):
+    vision = name in VISION_ARCHITECTURES
+    config = tiny_vision_configuration(name) if vision else tiny_configuration(name)
+    # the decoder of Emu3 has no auto class
+    source = config if isinstance(config, CONFIG_MAPPING[name]) else tiny_model(name)
+    latent = getattr(config, "kv_lora_rank", None) is not None
+    table = fits(source, 4096, "24GB", presets=["mla" if latent else "dense"])
+    assert table[0].weights == sum(x.nbytes for x in shape_of(source).model.parameters())
+    assert table[1].cache > 0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 4.5),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"weights": {"num_bits": 4, "type": "int"}}},
+            },
+            4.25,
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            8,
+        ),
+    ],
+    ids=lambda value: value["quant_method"] if isinstance(value, dict) else f"{value} bits",
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
+def test_quantized_checkpoints(family, quantization, bits):
+    config = tiny_config("llama") if family == "llama" else tiny_vision_configuration(family)
+    plain = shape_of(config)
+    linear = [
+        m.weight for m in plain.model.modules() if isinstance(m, torch.nn.Linear) and m is not plain.model.lm_head
+    ]
+    config.quantization_config = quantization
+    saved = weight_bytes(plain, "bfloat16") - fits(config, 4096, presets=["dense"])[0].weights
+    assert saved / sum(x.numel() for x in linear) == pytest.approx(2 - bits / 8, abs=0.05)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -506,11 +506,7 @@ def test_sizes():
     assert prefix_store.PrefixStore(5).max_bytes == 5
 
 
-def test_bad_calls(model):
-    with pytest.raises(TypeError, match="prefixes=8 is not allowed"):
-        lb.generate(model, text(5, 1), prefixes=8)
-    with pytest.raises(TypeError, match="prefixes='x' is not allowed"):
-        lb.enable(model, prefixes="x")
+def test_a_cache_has_its_own_prefix(model):
     first = lb.generate(model, text(5, 1), max_new_tokens=2, max_cache_len=50, return_dict_in_generate=True, **GREEDY)
     with pytest.raises(ValueError, match="prefixes and past_key_values are both given"):
         lb.generate(

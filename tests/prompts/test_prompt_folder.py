@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import resource
+import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,6 +49,87 @@ def test_folder(model, tmp_path):
     assert cached == 99
     other.clear()
     assert list(tmp_path.iterdir()) == []
+
+
+def _altered(value, rng):
+    """Another value of a description, of any type, or the same with a change somewhere inside; absent: `None` as a key."""
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.9:
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        changed = copy.copy(value)
+        if isinstance(value, dict) and rng.random() < 0.2:
+            del changed[key]
+        else:
+            changed[key] = _altered(value[key], rng)
+        return changed
+    near = [value + rng.choice([-32, -1, 1, 2**40])] if isinstance(value, int) else []
+    return rng.choice([None, -1, 0, 1, 7.5, "", "abc", [], [[]], {}, True, *near])
+
+
+@pytest.mark.parametrize("bound", [True, False], ids=["bound", "of an earlier release"])
+def test_altered_descriptions_with_right_checksums(model, tmp_path, monkeypatch, bound):
+    """The text is read again; never another text, an error of another kind, or the removal of the files. Tensors of
+    earlier releases do not say which description they belong to."""
+    if not bound:
+        monkeypatch.setattr(saved_cache, "_described_by", lambda description: "")
+    rng, ids = random.Random(os.environ.get("TEST_SEED", "0")), text(300, 1)
+    more = torch.cat([ids, text(9, 2)], 1)
+    store = lb.PrefixStore("1GB", folder=tmp_path / "whole")
+    generated(model, ids, store)
+    store.save()
+    (file,) = (tmp_path / "whole").glob(f"prompt-*/{saved_cache.FILE_NAME}")
+    description = saved_cache.read_description(file)
+    want = generated(model, more, lb.PrefixStore())[0]
+    for number in range(int(os.environ.get("ALTERATIONS", "10"))):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", folder)
+        changed = _altered(description, rng)
+        (copied,) = folder.glob(f"prompt-*/{saved_cache.FILE_NAME}")
+        copied.write_text(saved_cache._signed(changed))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tokens = generated(model, more, lb.PrefixStore("1GB", folder=folder))[0]
+        assert torch.equal(tokens, want), changed
+        assert copied.exists() or changed.get("checksums") != description["checksums"], changed
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            lb.LowBitCache.from_pretrained(copied.parent, model)
+        shutil.rmtree(folder)
+
+
+def test_another_release_is_not_removed(model, tmp_path):
+    """Neither when it is read nor when the same text is saved."""
+    store = lb.PrefixStore("1GB", folder=tmp_path)
+    generated(model, text(300, 1), store)
+    store.save()
+    (file,) = tmp_path.glob(f"prompt-*/{saved_cache.FILE_NAME}")
+    file.write_text(newer := saved_cache._signed({**saved_cache.read_description(file), "version": 99}))
+    with pytest.warns(UserWarning, match=r"cannot be used: .*version 99; this release reads"):
+        generated(model, text(300, 1), other := lb.PrefixStore("1GB", folder=tmp_path))
+    other.save()
+    assert file.read_text() == newer
+
+
+def test_ids_of_32_bits_are_the_same_text(tmp_path):
+    """A model with sliding layers restores only whole texts, so none was part of another."""
+    model = tiny_models("gemma3")[0]
+    store = lb.PrefixStore("1GB", folder=tmp_path)
+    lb.generate(model, text(100, 1).int(), max_new_tokens=2, prefixes=store, **GREEDY)
+    store.save()
+    assert store.load(lb.from_preset("dense", model)) == len(store)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_all_files_have_the_mode_of_other_files(model, tmp_path, umask):
+    """safetensors would let only their owner read the tensors."""
+    before = os.umask(umask)
+    try:
+        store = lb.PrefixStore("1GB", folder=tmp_path)
+        generated(model, text(300, 1), store)
+        store.save()
+        lb.Calibration({}, {"name": "m", "model_type": "llama", "layers": {}}, []).save(tmp_path / "c.safetensors")
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert modes == {0o666 & ~umask}
 
 
 def test_files_that_clear_cannot_remove_are_an_error(model, tmp_path, monkeypatch):

@@ -99,12 +99,6 @@ def test_a_model_by_its_name(here, monkeypatch):
         assert answer(here, "GET", f"/v1/models/{name}", OK)[2]["id"] == "Qwen/Qwen3-8B"
 
 
-def test_an_empty_name_is_no_name(monkeypatch):
-    monkeypatch.setattr(openai_server, "bind", lambda *_: pytest.fail("it begins to serve"))
-    with pytest.raises(ValueError, match="served_model_name='' is not allowed; leave it out"):
-        openai_server.serve("any", "dense", "127.0.0.1", 0, served_model_name="")
-
-
 @pytest.mark.parametrize("origin", ["localhost:3000", "https://page.example/", "https://page.example/chat", ""])
 def test_what_no_browser_sends_is_no_origin(origin, monkeypatch):
     monkeypatch.setattr(openai_server, "bind", lambda *_: pytest.fail("it begins to serve"))

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import transformers
 from processes import free_port
-from served_here import ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
+from served_here import ANCHOR, ENDLESS, MOST_OPEN, ROWS, TOOLS, Here, Stream, chat, save, text_of, writes
 
 from hf_lowbit_kv.requests.server import answer_text, clients, handlers, openai_server
 
@@ -76,6 +76,7 @@ BAD = {
     "a huge number": (settings(top_k=10**400), "generation_config"),
     "a huge penalty": (settings(repetition_penalty=1e300), "generation_config"),
     "a list": (chat(generation_config="[1]"), "generation_config"),
+    "half a character in a setting": (settings(**{"\ud800": 1}), "generation_config"),
     "a long list": (chat(generation_config=json.dumps({"eos_token_id": [1] * 10**5})), "generation_config"),
     "many stops": (chat(stop=["a"] * 17), "stop"),
     "a long stop": (chat(stop="a" * 257), "stop"),
@@ -183,10 +184,20 @@ def both(here, **options):
 def test_streamed_and_whole_answers_are_alike(here):
     """A stop text; a text cut inside a character; white space at the edges; a stop text that never comes."""
     assert both(here, **writes("one END two"), stop="END", max_tokens=ENDLESS) == ("one", "stop")
+    assert both(here, **writes("<think>"), stop="<think>", max_tokens=ENDLESS) == ("", "stop")
     assert both(here, **writes("one END two"), stop="ENDE", max_tokens=2) == ("one END two" * 2, "length")
     assert both(here, **writes("<0xE2>"), max_tokens=1) == ("", "length")
     assert both(here, **writes("é"), max_tokens=2) == ("éé", "length")
     assert both(here, **writes("\n\n"), max_tokens=2) == ("", "length")
+
+
+@pytest.mark.parametrize("stop", [{"stop": ANCHOR}, {"generation_config": json.dumps({"stop_strings": [ANCHOR]})}])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_special_token_as_a_stop_text(here, route, stop):
+    body = {**chat(), "prompt": "5 6 7", "logit_bias": {"159": 100}, "temperature": 0, "max_tokens": 20, **stop}
+    del body["messages" if route == "/v1/completions" else "prompt"]
+    status, answer = here.ask(body, route)
+    assert (status, answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]) == (200, "stop", 1)
 
 
 def test_top_p_of_1_does_not_sample(here):
@@ -226,7 +237,7 @@ def test_an_error_in_a_step_ends_the_requests_of_the_step(here, monkeypatch, str
 
 
 def spoil(monkeypatch, name):
-    """Let a method of streamers that are made from now on, or of their parser or `StopText`, raise an error."""
+    """Let a method of streamers that are made from now on, or of their parser or `StopStrings`, raise an error."""
     original = answer_text.AnswerStreamer.__init__
     part, _, method = name.rpartition(".")
 
@@ -240,7 +251,7 @@ def spoil(monkeypatch, name):
     monkeypatch.setattr(answer_text.AnswerStreamer, "__init__", begin)
 
 
-@pytest.mark.parametrize("name", ["put", "_enqueue", "_finish", "_parser.feed", "_parser.finalize", "_stop.feed"])
+@pytest.mark.parametrize("name", ["_take", "_send_events", "_finish", "_parser.feed", "_parser._process", "_text.add"])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_error_in_an_answer_ends_this_request(here, stream, monkeypatch, name, streamed):
     spoil(monkeypatch, name)
@@ -342,9 +353,32 @@ def test_more_requests_than_may_wait(here, stream):
     assert here.ask(chat())[0] == 200
 
 
+def test_unfinished_bodies_keep_nobody_out(here, stream, monkeypatch):
+    """They are no open requests. Beyond a number of them, or of their bytes, the oldest is given up."""
+
+    def unfinished(body: bytes):
+        client = connected(here)
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 999999\r\n\r\n" + body)
+        here.wait(lambda: sum(here.app._bodies.values()) >= len(body))
+        return client
+
+    slow = [unfinished(b"{") for _ in range(MOST_OPEN)]
+    assert here.ask(chat())[0] == 200
+    monkeypatch.setattr(clients, "BODIES", MOST_OPEN)
+    slow.append(unfinished(b""))
+    assert b" 408 " in slow[0].recv(2000)
+    monkeypatch.setattr(clients, "BODIES_BYTES", 60_000)
+    slow.append(unfinished(b"{" * 50_000))
+    slow.append(unfinished(b"{" * 50_000))
+    assert all(b" 408 " in each.recv(2000) for each in slow[1:-1])
+    for each in slow:
+        each.close()
+    here.wait(lambda: not here.app._bodies)
+
+
 @pytest.mark.usefixtures("quick")
 def test_slow_clients_are_closed(here, stream):
-    """One sends nothing, one half of a request, one half of a body, one does not read its answer."""
+    """One sends nothing, one half of a request, one half of a body, one does not read its answer: its buffer is full."""
     slow = []
     for data in (b"", b"POST /v1/chat/comp", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"):
         slow.append(connected(here))

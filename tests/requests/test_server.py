@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_lowbit_kv.requests.paged_calls import SUPPORTED
-from hf_lowbit_kv.requests.server.answer_text import StopText
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
@@ -176,7 +176,7 @@ def test_stop_ends_the_row(served, expected):
         ({"temperature": "0.5"}, "temperature='0.5' is not allowed"),
         ({"top_p": "a"}, "top_p='a' is not allowed"),
         ({"n": 0}, "n=0 cannot be honoured"),
-        ({"extra_body": {"top_k": 0}}, "top_k=0 is not allowed"),
+        ({"extra_body": {"top_k": -2}}, "top_k=-2 is not allowed"),
         ({"extra_body": {"messages": []}}, r"messages=[] is not allowed"),
         ({"extra_body": {"messages": None}}, "messages=None is not allowed"),
         (
@@ -205,9 +205,12 @@ def test_stop_ends_the_row(served, expected):
         ({"extra_body": {"n": True}}, "n=True cannot be honoured"),
         ({"logprobs": True, "top_logprobs": 30}, "logprobs"),
         ({"top_p": 1.5}, "top_p=1.5 is not allowed; it must be a number from 0 to 1"),
-        ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias: 'a' is not allowed"),
-        ({"logit_bias": {"5": 1000}}, "logit_bias of 5=1000 is not allowed"),
-        ({"logit_bias": {"400": 1}}, "logit_bias: '400' is not allowed; it must be the number of a token, below 160"),
+        ({"extra_body": {"logit_bias": {"a": 1}}}, "logit_bias={'a': 1} is not allowed"),
+        ({"logit_bias": {"5": 1000}}, "logit_bias={'5': 1000} is not allowed"),
+        (
+            {"logit_bias": {"400": 1}},
+            "it must be an object of at most 1024 numbers of tokens, below 160, and for each a number from -100 to 100",
+        ),
         (
             {"extra_body": {"generation_config": '{"watermarking_config": 5, "max_new_tokens": 4}'}},
             "watermarking_config=5 is not served",
@@ -234,7 +237,7 @@ def test_prompts_without_a_token_are_refused(served, expected, prompt):
 
 
 def test_fields_at_their_usual_values_are_taken(served):
-    assert served.chat(n=1, user="me", logprobs=False, response_format={"type": "text"}).choices
+    assert served.chat(n=1, user="me", stop=[], logprobs=False, response_format={"type": "text"}).choices
 
 
 def test_a_client_that_leaves_frees_its_row(served, expected):
@@ -273,6 +276,20 @@ def test_a_second_server_on_the_port_ends_before_it_loads_a_model(served, folder
     monkeypatch.setattr(openai_server, "OneModel", lambda **_: pytest.fail("a model is loaded"))
     with pytest.raises(ValueError, match=f"port={served.port} cannot be listened to: Address already in use"):
         openai_server.serve(str(folder), "dense", "127.0.0.1", served.port)
+
+
+def test_a_tokenizer_without_chat_templates_is_named_before_a_pool_is_made(monkeypatch):
+    from hf_lowbit_kv.requests.server import openai_server
+
+    class OwnMessages(PreTrainedTokenizerFast):
+        def apply_chat_template(self, *args, **options):
+            return []
+
+    loaded = None, OwnMessages.__new__(OwnMessages)
+    monkeypatch.setattr(openai_server.OneModel, "load_model_and_processor", lambda *_: loaded)
+    monkeypatch.setattr(openai_server, "RequestLoop", lambda *_, **__: pytest.fail("a pool is made"))
+    with pytest.raises(ValueError, match="'any' has a OwnMessages, which is not served"):
+        openai_server.serve("any", "dense", "127.0.0.1", free_port())
 
 
 def status(served, route: str, method: str, body: bytes | None = None) -> int:
@@ -396,14 +413,9 @@ def test_addresses_that_the_machine_does_not_have(monkeypatch):
         openai_server.bind("localhost", 0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_stop_texts_in_pieces(size):
-    text, stops = "ab<en<end>cd<end>", ["<end>", "xyz"]
-    stop = StopText(stops)
-    out = "".join(stop.feed(text[first : first + size]) for first in range(0, len(text), size)) + stop.end()
-    assert out == "ab<en"
-    assert stop.reached
-    stop = StopText(stops)
-    assert stop.feed("ab<en") == "ab"
-    assert stop.end() == "<en"
-    assert not stop.reached
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_the_url_is_one(host):
+    from hf_lowbit_kv.requests.server.openai_server import url_of
+
+    url = urllib.parse.urlsplit(url_of(host, 8000))
+    assert (url.hostname, url.port) == (host, 8000)

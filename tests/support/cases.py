@@ -31,7 +31,6 @@ FORMATS = [
     ("vq-d4b6", "vq-d8b5"),
     ("static-54222100", "static-3-tn"),
     ("static-64332222", "static-2-tn"),
-    ("int4-token", "trellis-2"),
     ("fp8-centered", "fp8"),
 ]
 

@@ -7,7 +7,7 @@ import re
 
 import torch
 from kernel_cases import Case
-from kernel_matrix import EIGEN_2, EIGEN_3, TRELLIS
+from kernel_matrix import EIGEN_2, EIGEN_3
 
 #: pairs of formats whose kernels have the paths of another pair's, with another width or number of channels
 OTHER_WIDTHS = [
@@ -16,7 +16,7 @@ OTHER_WIDTHS = [
 ]
 #: pairs with paths of their own. `int4-channel/int4-token` meets every shape; these meet those that their paths depend on
 OWN_PATHS = [("boosted2-r0.125", "int2-token"), ("fp8", "fp8"), ("fp8-centered", "fp8")]
-OWN_PATHS += [tuple(EIGEN_2.values()), tuple(TRELLIS.values())]
+OWN_PATHS += [tuple(EIGEN_2.values())]
 #: what stores boosted channels: each way to choose them, none and all of them, on either side
 BOOSTED_STORES = [
     *(("boosted2-r0.125", "int5-token-g32"), ("boosted2-r0.3-range", "int8-token"), ("fp8", "boosted2-r1")),

@@ -33,9 +33,7 @@ def cases() -> list[Case]:
 
 def in_every_run(case: Case) -> bool:
     """Whether `make gpu-test` has a case: not those whose kernels have the paths of another's."""
-    others = [
-        KINDS[name] for name in (*OTHER_WIDTHS, "int2-channel/int2-token", "int4-token/trellis-2", "kitty-random")
-    ]
+    others = [KINDS[name] for name in (*OTHER_WIDTHS, "int2-channel/int2-token", "kitty-random")]
     return all(
         (case.keys, case.values, case.transform) != (each["key_format"], each["value_format"], each.get("transform"))
         for each in others

@@ -9,7 +9,6 @@ from hf_lowbit_kv.formats import HEAD_DIMS
 
 EIGEN_2 = {"keys": "static-54222100", "values": "static-2-tn"}
 EIGEN_3 = {"keys": "static-64332222", "values": "static-3-tn"}
-TRELLIS = {"keys": "static-54222100", "values": "trellis-2"}
 
 SMALL = [
     Case(),
@@ -54,8 +53,6 @@ SMALL = [
     Case(keys="vq-d4b8", values="vq-d2b5"),
     Case(**EIGEN_2, lengths=(100, 33)),
     Case(keys="static-65444333", values="static-2-tn", lengths=(100,), heads=1),
-    Case(**TRELLIS, lengths=(100,), heads=1),
-    Case(keys="int4-token", values="trellis-2", head_dim=96, lengths=(100,), heads=1, groups=1, tokens=5, padded=True),
     Case(keys="int6-token", values="int5-token", lengths=(100, 33), heads=1, sink=0, residual=0),
     Case(keys="int5-channel", values="int6-channel-g32", head_dim=80, lengths=(100,), heads=1, tokens=5, padded=True),
     Case(**EIGEN_3, lengths=(100,), head_dim=128, groups=1, tokens=5, dtype=torch.bfloat16),
@@ -93,8 +90,6 @@ SMALL_STORES = [
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 37), residual=5), [55, 0]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), outliers=True), [70]),
     (Case(keys="static-4", values="static-2-tn", heads=1, lengths=(5,), outliers=True), [70]),
-    (Case(keys="int4-token", values="trellis-2", heads=1, lengths=(5,), head_dim=80, outliers=True), [70, 0]),
-    (Case(keys="int4-token", values="trellis-2", heads=1, lengths=(5,), page_size=256, residual=5), [270]),
     (Case(keys="int6-token", values="int5-token", heads=1, residual=0, sink=3, outliers=True), [30, 0, 40]),
     (Case(keys="int5-channel-g32", values="int6-channel", heads=1, head_dim=80, lengths=(5,)), [70]),
     (Case(heads=1, keys="boosted2-r0.125", values="int2-token", padded=True, page_size=64), [90, 70, 0, 0]),
@@ -306,7 +301,7 @@ def static_attends() -> list[Case]:
     base = {"head_dim": 128, "residual": 128, "page_size": 128, "sink": 32}
     half, bf16, lengths = torch.float16, torch.bfloat16, (1000, 1, 417)
     cases = []
-    for pair in (EIGEN_2, EIGEN_3, TRELLIS):
+    for pair in (EIGEN_2, EIGEN_3):
         for dim, groups, dtype in ((64, 1, half), (64, 8, bf16), (128, 3, bf16), (128, 8, half), (256, 4, half)):
             cases.append(Case(groups=groups, dtype=dtype, lengths=lengths, **pair, **base | {"head_dim": dim}))
         for length in (1, 127, 128, 129):
@@ -355,24 +350,18 @@ def static_stores() -> list[tuple[Case, list[int]]]:
         ("static-53222110", "static-4-tn"),
     ]
     without = [("static-65444333", f"static-{bits}-tn") for bits in (2, 3, 4)]
-    paths = [(64, torch.float16, 128), (96, torch.bfloat16, 256), (128, torch.float16, 128), (256, torch.bfloat16, 64)]
-    return (
-        [
-            (Case(**TRELLIS, head_dim=dim, dtype=dtype, outliers=dim > 64, **base | {"page_size": size}), chunks)
-            for dim, dtype, size in paths
-        ]
-        + [(Case(keys=keys, values=values, head_dim=64, outliers=True, **base), chunks) for keys, values in without]
-        + [
-            (
-                Case(keys=keys, values=values, head_dim=dim, dtype=dtype, padded=padded, outliers=outliers, **base),
-                chunks,
-            )
-            for (keys, values), dim, dtype, padded, outliers in zip(
-                patterns * 3,
-                (64, 128, 256) * 3,
-                (torch.float16, torch.bfloat16) * 5,
-                (False, True, True) * 3,
-                (False,) * 4 + (True,) * 5,
-            )
-        ]
-    )
+    return [
+        (Case(keys=keys, values=values, head_dim=64, outliers=True, **base), chunks) for keys, values in without
+    ] + [
+        (
+            Case(keys=keys, values=values, head_dim=dim, dtype=dtype, padded=padded, outliers=outliers, **base),
+            chunks,
+        )
+        for (keys, values), dim, dtype, padded, outliers in zip(
+            patterns * 3,
+            (64, 128, 256) * 3,
+            (torch.float16, torch.bfloat16) * 5,
+            (False, True, True) * 3,
+            (False,) * 4 + (True,) * 5,
+        )
+    ]

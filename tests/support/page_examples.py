@@ -120,8 +120,10 @@ class Page:
             case ["make", *targets]:
                 makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
                 assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets), targets
-            case ["accelerate", "launch", "--num_processes", _, "-m", "hf_lowbit_kv", *arguments]:
-                self._own(arguments)
+            case ["accelerate", "launch", "--multi_gpu", *options]:  # here in one process
+                self._own(options[options.index("hf_lowbit_kv") + 1 :])
+            case ["ray", "start", *_] | ["python", "answer.py", *_] | ["torchrun", *_, "run.py"]:
+                pass  # tests of their own start several processes with the page's lines
             case ["python", "-m", "hf_lowbit_kv.eval.lm_eval_model", *arguments]:
                 self._lm_eval(arguments)
             case [

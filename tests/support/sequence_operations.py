@@ -46,7 +46,7 @@ KINDS |= {f"latent {'/'.join(pair)}": dict(zip(("key_format", "value_format"), p
 OTHER_WIDTHS = [
     *("int4-token/int4-token", "int8-channel-g32/int2-token-g32", "int2-token-g32/int4-channel", "int4-channel/dense"),
     *("smooth+hadamard dense", "kivi-2-hadamard", "int6", "int5", "k4v2", "k2v4", "k8v4", "kitty-pro"),
-    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "million-2", "eigen-3", "eigen-4"),
+    *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "eigen-3", "eigen-4"),
     *("kitty-variance", "kitty-range", "static-64332222/static-2-tn"),
 ]
 

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import socket
 import threading
 import time
 from pathlib import Path
@@ -68,7 +67,7 @@ def save(path: Path) -> None:
 class Here:
     """A running server. `rows()` are in use; `steps()` were taken."""
 
-    def __init__(self, folder: Path, **options: Any):
+    def __init__(self, folder: Path, share_prefixes: bool = False, **options: Any):
         import uvicorn
 
         from hf_lowbit_kv.requests.request_loop import RequestLoop
@@ -77,13 +76,11 @@ class Here:
         self.models = OneModel(str(folder), folder.name, device="cpu")
         model, tokenizer = self.models.load_model_and_processor(self.models.process_model_name(str(folder)))
         self.loop = RequestLoop(
-            model, tokenizer, "dense", memory=250_000_000, max_rows=ROWS, chunk_size=256, share_prefixes=False
+            model, tokenizer, "dense", memory=250_000_000, max_rows=ROWS, chunk_size=256, share_prefixes=share_prefixes
         )
         self.app = build_app(self.models, self.loop, max_open=MOST_OPEN, **options)
         self.scheduler = self.loop._scheduler
         sockets = bind("127.0.0.1", 0)
-        for each in sockets:  # a client that does not read stops the server early
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         listen(sockets, "127.0.0.1", 0)
         self.port = sockets[0].getsockname()[1]
         self.server = PatientServer(uvicorn.Config(self.app, log_level="error"), self.loop, 1, MOST_OPEN)

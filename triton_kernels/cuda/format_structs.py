@@ -19,9 +19,8 @@ from ...formats.codebook import Codebook
 from ...formats.dense import Dense
 from ...formats.fp8 import Fp8
 from ...formats.fp8_centered import Fp8Centered
-from ...formats.fragment import LAYOUTS, vector
+from ...formats.fragment import LAYOUTS
 from ...formats.static import Static, words
-from ...formats.trellis import CHAIN_TOKENS, Trellis
 from .needs import WIDEST, Needs, slices
 
 #: bytes that the replicas of a codebook entry fill, so that lanes of one memory transaction have no bank conflict; largest
@@ -165,33 +164,11 @@ def _static(fmt: Static, head_dim: int, page_size: int, at: Mapping[str, int], t
     )
 
 
-def _trellis(fmt: Trellis, head_dim: int, page_size: int, at: Mapping[str, int], transposed: bool) -> Needs:
-    fmt.validate(head_dim, page_size)
-    width = f"TrellisWidth<{_float_bits(fmt.gain(head_dim)[0].item())}u>"
-    each = vector(head_dim // 16)
-
-    def meta(kv_tile: int) -> int:
-        # if a work tile is shorter than a chain: the three words of each lane before the work tile, in whole loads
-        split = 2 * kv_tile < min(CHAIN_TOKENS, page_size)
-        return kv_tile // 2 + (-(-3 // each) * each * 128 if split else 0)
-
-    return Needs(
-        "static_values.cuh",
-        f"StaticValues<{head_dim}, {at['scale']}, {width}>",
-        "encode_trellis.cuh",
-        f"TrellisEncoder<{head_dim}, {at['scale']}, {_thresholds(fmt, head_dim)}, {width}>",
-        8 * head_dim,
-        meta,
-        bits=2,
-        scratch=8,
-    )
-
-
 def _lower(flag: bool) -> str:
     return str(flag).lower()
 
 
-def _thresholds(fmt: Static | Trellis, head_dim: int) -> str:
+def _thresholds(fmt: Static, head_dim: int) -> str:
     return f"Thresholds<{', '.join(f'{_float_bits(x)}u' for x in fmt.thresholds(head_dim).tolist())}>"
 
 
@@ -215,8 +192,6 @@ KERNELS: dict[type[Format], Kernels] = {
     Fp8Centered: Kernels(_fp8_centered, values=False),
     # a key's words have its channels in the order of their widths
     Static: Kernels(_static, divides=lambda fmt, head_dim, transposed: transposed),
-    # a chain goes through all channels, and its search keeps 64 steps
-    Trellis: Kernels(_trellis, keys=False, divides=lambda *args: False),
 }
 
 
@@ -245,7 +220,7 @@ def needs(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype, transp
         raise ValueError(f"format {fmt.name!r} has no CUDA kernels for {'values' if transposed else 'keys'}")
     if isinstance(fmt, (Affine, Fp8)) and fmt.layout != LAYOUTS[transposed]:
         raise ValueError(
-            f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.storage_spec"
+            f"backend='cuda' stores {fmt.name!r} in layout {LAYOUTS[transposed]!r}: see backends.choice.storage_spec"
         )
     at = {field.name: field.offset for field in fmt.fields(head_dim, page_size, dtype)}
     return KERNELS[type(fmt)].needs(fmt, head_dim, page_size, at, transposed)

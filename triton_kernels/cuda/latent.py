@@ -136,7 +136,8 @@ def defines(spec: LayerSpec, rank: int, rope: int, dtype: torch.dtype, convert: 
     if spec.formats != spec.with_layouts(core_matrices.LAYOUT, core_matrices.LAYOUT).formats:
         names = " / ".join(repr(fmt.name) for fmt in spec.formats)
         raise ValueError(
-            f"backend='cuda' stores latents in layout {core_matrices.LAYOUT!r}, not as {names}: see backends.storage_spec"
+            f"backend='cuda' stores latents in layout {core_matrices.LAYOUT!r}, not as {names}: see "
+            "backends.choice.storage_spec"
         )
     content = {field.name: field.offset for field in spec.key_format.fields(rank, spec.page_size, dtype)}
     parts = spec.part_bytes(rank, rope, dtype)

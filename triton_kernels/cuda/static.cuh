@@ -21,12 +21,6 @@ template <int BITS_, u32 GAIN_> struct Width {
   static constexpr int BITS = BITS_, HIGH = BITS >= 4 ? 4 : BITS >= 2 ? 2 : BITS, LOW = BITS - HIGH;  // its planes
   static constexpr u32 GAIN = GAIN_;
   static constexpr float HALF = BITS ? (1 << BITS) / 2 : 0, MAX_CODE = (1 << BITS) - 1, MIDDLE = MAX_CODE / 2;
-  static constexpr bool TRELLIS = false;
-};
-// Codes of 2 bits on the path of a trellis (`formats/trellis.py`). They select eight levels that are half a step apart.
-template <u32 GAIN_> struct TrellisWidth : Width<2, GAIN_> {
-  static constexpr float MIDDLE = 3.5f;
-  static constexpr bool TRELLIS = true;
 };
 
 // Eight channels of a plane, from `channel` on: their bits, the code's bits below them, and their offset in a lane's data (in quarter words).

@@ -4,7 +4,6 @@
 // the sum of p, weights are divided by t.
 #pragma once
 #include "static.cuh"
-#include "trellis.cuh"
 
 template <int D, int SCALE_AT, class W> struct StaticValues {
   static constexpr int BITS = W::BITS, HIGH = W::HIGH;
@@ -17,8 +16,7 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
                                             : 1,
                        BYTES = 128 * WORDS;
   static constexpr int CODES = KV_TILE / 32 * BYTES, SCALES = CODES;
-  using Path = typename TrellisOf<D, W::TRELLIS>::Type;
-  static constexpr int PAST = SCALES + KV_TILE / 2, STAGE_BYTES = PAST + Path::BEFORE, SCRATCH_BYTES = 2 * KV_TILE * 4;
+  static constexpr int STAGE_BYTES = SCALES + KV_TILE / 2, SCRATCH_BYTES = 2 * KV_TILE * 4;
   static constexpr float SUM_UNIT = 1 / TWO24,
                          STEPS = 1 << W::LOW;  // `add` sums multiples of STEPS code steps, times SUM_UNIT
   static constexpr bool RECORD = true;         // needs the KV head's parameters
@@ -28,17 +26,14 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
   float z[NT][2];                // minus middle times the sum of p t, over the lane's tokens
   float page[NT][2];             // sum of p in the current page, over the lane's tokens
   float pages[NT][2];            // the same for all earlier pages
-  Path path;
 
   __device__ __forceinline__ void begin() {
 #pragma unroll
     for (int n = 0; n < NT; n++) z[n][0] = z[n][1] = page[n][0] = page[n][1] = pages[n][0] = pages[n][1] = 0.f;
-    path.begin();
   }
 
   __device__ __forceinline__ void copy(u32 stage, const u8* part, int token, int limit, int lane) const {
     copy_codes<128 * LOW_AT, 128 * (WORDS - LOW_AT)>(in_work_tile(limit), stage, part, token, lane);
-    Path::copy(in_work_tile(limit), stage + PAST, part + token / 32 * BYTES, token, lane);
     cp16_if(in_work_tile(limit) && lane < KV_TILE / 32, stage + SCALES + 16 * lane,
             part + SCALE_AT + token / 2 + 16 * lane);
   }
@@ -74,7 +69,6 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
   // x: scores plus `exponent`, minus the maximum. Adds weighted codes to o, and weights to the sums of the page.
   __device__ __forceinline__ void add(float (*o)[NT][4], float (*)[2], float (*x)[NT][4], u32 stage, u32 scratch, int,
                                       int lane) {
-    path.find(stage + PAST, lane);
 #pragma unroll
     for (int segment = 0; segment < KV_TILE / 32; segment++) {
       float inverse[4];
@@ -102,15 +96,13 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
 #pragma unroll
       for (int c = 0; c < D / 16; c++) {
         u32 a[2][4];
-        if constexpr (W::TRELLIS) path.levels(w, c, a);
-        else unpack<HIGH>(w + c * PER_TILE, a);
+        unpack<HIGH>(w + c * PER_TILE, a);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
           for (int h = 0; h < 2; h++) mma<false>(o[c][n], a[h], p[h][n][0], p[h][n][1]);
       }
       if constexpr (W::LOW) add_low(o, p, w + LOW_AT);
-      path.keep(w);
     }
   }
 
@@ -142,7 +134,6 @@ template <int D, int SCALE_AT, class W> struct StaticValues {
 
   // After the last KV tile of a page or work tile: adds its weights to the totals.
   __device__ __forceinline__ void end_page(float (*l)[2]) {
-    path.begin();
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll

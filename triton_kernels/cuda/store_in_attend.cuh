@@ -20,7 +20,7 @@ struct StepArgs : Args {
   AppendArgs append;
   int* arrived;  // number of warp groups that have finished reading the counters; zero before and after the launch
 };
-static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_store)");
+static_assert(!DIRECT, "a token that goes straight into a page is stored by a launch of its own (geometry.can_append)");
 
 // The page that a new token makes due. It is computed at the start and used at the end, when the counters in memory may have advanced.
 struct DuePage {

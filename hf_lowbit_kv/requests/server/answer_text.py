@@ -3,60 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
-import torch
-from transformers.cli.serving.utils import DirectStreamer, _normalize_tool_call, response_events_to_chunks
-from transformers.utils.chat_parsing import ResponseParser
+from transformers.cli.serving.utils import response_events_to_chunks
 
+from ...generation.answer_parser import AnswerParser
+from ...generation.stop_strings import StopStrings
 from ..request_loop import Ticket
 from ..result import Result
 
 #: message for a client whose request was cancelled
 CANCELLED = "the request was cancelled: the client left, or the server is stopping"
-
-
-class AnswerParser(ResponseParser):
-    """transformers' parser of answers, but an invalid tool call becomes text.
-
-    Args:
-        template: the response template of the model.
-        prefix: the prompt.
-        tools: the tools of the request.
-        calls: whether the server supports tool calls; otherwise all of them become text.
-    """
-
-    def __init__(self, template: Any, prefix: str, tools: list[Any] | None, calls: bool = True):
-        self._calls, self._opened_at = calls, 0
-        super().__init__(template, prefix=prefix, tools=tools)
-
-    def _open_explicit(self, events: list[dict], field: Any, m: Any) -> None:
-        self._opened_at = m.start()
-        super()._open_explicit(events, field, m)
-
-    def _close_current(self, events: list[dict]) -> None:
-        if self._current != "tool_calls" or not self._opened:
-            super()._close_current(events)
-            return
-        before = len(events)
-        try:
-            super()._close_current(events)
-            value = events.pop()["value"]
-            calls = value if isinstance(value, list) else [value]
-            if not self._calls or not all(_is_call(call) for call in calls):
-                raise ValueError("no tool call")
-            events += [{"type": "region_close", "field": "tool_calls", "value": call} for call in calls]
-        except Exception:  # whatever the model has written
-            del events[before:]
-            text = self._buffer[self._opened_at : self._pos]
-            events.append({"type": "region_chunk", "field": "content", "text": text, "dirty": False})
-            self._reset_to_implicit()
-
-
-def _is_call(value: Any) -> bool:
-    call = _normalize_tool_call(value)  # raises for what has no name or no arguments
-    return isinstance(call.name, str) and isinstance(call.arguments, str)
 
 
 class Failure:
@@ -70,14 +28,15 @@ class Failure:
         self.status, self.message = status, message
 
 
-class AnswerStreamer(DirectStreamer):
+class AnswerStreamer:
     """Puts the parts of an answer into a queue: `str`, `ReasoningText`, `ToolCall`, perhaps a `Failure`, and `None`.
 
     Args:
         tokenizer: of transformers.
         loop, queue: where the parts go.
         parser: `None`: the model's answers have no parts.
-        stops: the answer ends before the first of these texts.
+        stops: the answer ends before the first of these texts, which may be special tokens.
+        unshown: tokens that have no text.
     """
 
     def __init__(
@@ -87,35 +46,43 @@ class AnswerStreamer(DirectStreamer):
         queue: asyncio.Queue,
         parser: AnswerParser | None,
         stops: list[str],
+        unshown: Collection[int],
     ):
-        self._stop = StopText(stops)
+        self._loop, self._queue, self._parser = loop, queue, parser
+        self._text = StopStrings(tokenizer, stops, unshown)
         self._ticket: Ticket | None = None
         self._unsent_space: dict[type, str | None] = {}
+        self._prompt = True
+        self.total_tokens = 0
         self.result: Result | None = None
-        beginning: list[dict] = []
         if parser is not None:  # what the prompt has begun, e.g. reasoning
-            beginning, parser.initial_events = parser.initial_events, []
-        super().__init__(tokenizer._tokenizer, loop, queue, response_parser=parser)
-        for item in response_events_to_chunks(beginning):
-            self._enqueue(item)
+            self._send_events(parser.initial_events)
 
     def watch(self, ticket: Ticket) -> None:
         """The request that writes this text."""
         self._ticket = ticket
-        if self._stop.reached:  # it was faster
+        if self._text.reached:  # it was faster
             ticket.cancel()
 
     @property
     def finish_reason(self) -> str:
         """`stop` or `length`, after the end."""
-        length = not self._stop.reached and self.result is not None and self.result.finish_reason == "length"
+        length = not self._text.reached and self.result is not None and self.result.finish_reason == "length"
         return "length" if length else "stop"
 
     def put(self, value: Any) -> None:
-        """The next token, or the prompt. Tokens after a stop text are neither shown nor counted."""
-        if not self._stop.reached:
-            super().put(value)
-            if self._stop.reached:
+        """The prompt, then each token. Tokens after a stop text are neither shown nor counted."""
+        if not self._prompt:
+            self._take(value.tolist())
+        self._prompt = False
+
+    def _take(self, tokens: list[int]) -> None:
+        for token in tokens:
+            if self._text.reached:
+                break
+            self.total_tokens += 1
+            self._feed(self._text.add(token))
+            if self._text.reached:
                 self.cancel()
 
     def hand_over(self, result: Result) -> None:
@@ -125,9 +92,8 @@ class AnswerStreamer(DirectStreamer):
 
     def read(self, result: Result, alive: bool = True) -> None:
         """All tokens of an answer at once, and its end. Arguments as for `complete`."""
-        self._first = False
         try:
-            self.put(torch.tensor(result.generated_tokens, dtype=torch.long))
+            self._take(result.generated_tokens)
         except Exception as error:
             result.error = result.error or f"{type(error).__name__}: {error}"
         self.complete(result, alive)
@@ -144,34 +110,36 @@ class AnswerStreamer(DirectStreamer):
         self.result = result
         try:
             if result.error is not None:
-                super()._enqueue(Failure(500 if alive else 503, result.error))
-            elif result.finish_reason == "cancelled" and not self._stop.reached:
-                super()._enqueue(Failure(503, CANCELLED))
+                self._enqueue(Failure(500 if alive else 503, result.error))
+            elif result.finish_reason == "cancelled" and not self._text.reached:
+                self._enqueue(Failure(503, CANCELLED))
             else:
-                if not self._stop.reached:
-                    self._finish()
+                self._finish()
         except Exception as error:
-            super()._enqueue(Failure(500, f"{type(error).__name__}: {error}"))
+            self._enqueue(Failure(500, f"{type(error).__name__}: {error}"))
         finally:
-            super()._enqueue(None)
+            self._enqueue(None)
 
     def _finish(self) -> None:
+        self._feed(self._text.end())
         if self._parser is not None:
-            super().end()
-        self._send(self._stop.end())
+            events: list[dict] = []
+            self._parser._process(events, eos=True)  # `finalize` would want parts that an answer has not reached
+            self._send_events(events)
+
+    def _feed(self, text: str) -> None:
+        if self._parser is not None:
+            self._send_events(self._parser.feed(text))
+        elif text:
+            self._enqueue(text)
+
+    def _send_events(self, events: list[dict]) -> None:
+        for item in response_events_to_chunks(events):
+            if (shown := self._without_edges(item) if isinstance(item, str) else item) != "":
+                self._enqueue(shown)
 
     def _enqueue(self, item: Any) -> None:
-        if item is None:  # of transformers; `complete` ends the answer
-            return
-        if self._stop.reached:
-            return
-        self._send(self._stop.feed(item) if type(item) is str else item)
-
-    def _send(self, item: Any) -> None:
-        if self._parser is not None and isinstance(item, str):
-            item = self._without_edges(item)
-        if item != "":
-            super()._enqueue(item)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def _without_edges(self, text: str) -> str:
         """The part of the text that can be sent now. The whole answer gets no white space at its ends, as whole answers that
@@ -189,40 +157,3 @@ class AnswerStreamer(DirectStreamer):
     def cancel(self) -> None:
         if self._ticket is not None:
             self._ticket.cancel()
-
-
-class StopText:
-    """Passes on a text piece by piece, up to the first stop text. A piece that may begin a stop text is delayed.
-
-    Args:
-        stops: the stop texts; none is empty.
-    """
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops = list(stops)
-        self._unsent = ""
-        self.reached = False
-
-    def feed(self, text: str) -> str:
-        """The new part of the text that can be passed on."""
-        if self.reached:
-            return ""
-        self._unsent += text
-        places = [place for stop in self._stops if (place := self._unsent.find(stop)) >= 0]
-        if places:
-            self.reached = True
-            out, self._unsent = self._unsent[: min(places)], ""
-            return out
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        out, self._unsent = self._unsent[: len(self._unsent) - keep], self._unsent[len(self._unsent) - keep :]
-        return out
-
-    def end(self) -> str:
-        """The rest of the text, after its end."""
-        out, self._unsent = self._unsent, ""
-        return out
-
-    def _overlap(self, stop: str) -> int:
-        """Number of characters at the end of the held text that may begin this stop text."""
-        most = min(len(stop) - 1, len(self._unsent))
-        return next((count for count in range(most, 0, -1) if stop.startswith(self._unsent[-count:])), 0)

@@ -14,17 +14,20 @@ import anyio
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletionMessageToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
+from openai.types.completion_usage import PromptTokensDetails
 from starlette.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.utils import ReasoningText, ToolCall, get_response_template
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 from transformers.utils.chat_template_utils import _compile_jinja_template, _get_template_variables
 
+from ...generation.answer_parser import AnswerParser, parser_for, unshown_tokens
+from ...generation.chat_prompt import ChatPrompt
 from ..result import Result
-from .answer_text import AnswerParser, AnswerStreamer, Failure
+from .answer_text import AnswerStreamer, Failure
 from .generation_manager import MAY_SHORTEN, SEED, PoolGenerateManager, PoolState
 from .openai_errors import Refused, error_body, shown
-from .request_fields import OWN, check_fields, check_template_values, read_settings
+from .request_fields import OWN, check_fields, check_template_values, read_settings, template_messages
 
 #: number of threads that make prompts
 THREADS = 4
@@ -64,9 +67,12 @@ class Answer:
 
     @property
     def usage(self) -> CompletionUsage:
-        tokens = self.streamer.total_tokens
+        tokens, result = self.streamer.total_tokens, self.streamer.result
         return CompletionUsage(
-            prompt_tokens=self.prompt_tokens, completion_tokens=tokens, total_tokens=self.prompt_tokens + tokens
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=tokens,
+            total_tokens=self.prompt_tokens + tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=0 if result is None else result.cached_tokens),
         )
 
 
@@ -117,7 +123,9 @@ class _PoolHandler:
         ids = self._prompt(body)
         stops = config.stop_strings or []
         stops = [stops] if isinstance(stops, str) else list(stops)
-        streamer = AnswerStreamer(self._tokenizer, loop, queue, self._parser(body, ids), stops)
+        parser = self._parser(body, ids)
+        unshown = unshown_tokens(self._tokenizer, config.eos_token_id, parser)
+        streamer = AnswerStreamer(self._tokenizer, loop, queue, parser, stops, unshown)
         streamed = bool(body.get("stream") or stops)
         self._manager.submit(request_id, ids, config, streamer, streamed)
         return Answer(request_id, body, len(ids), queue, streamer, streamed, lambda: self._manager.requests.alive)
@@ -134,8 +142,6 @@ class _PoolHandler:
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
         # transformers would seed the whole process
         settings = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
-        if settings.get("stop") == []:
-            del settings["stop"]
         if "generation_config" in body:
             settings["generation_config"] = json.dumps(read_settings(body["generation_config"], self._vocabulary))
         try:
@@ -144,12 +150,12 @@ class _PoolHandler:
             raise Refused(400, f"generation_config: {error}", "generation_config") from error
         config.use_cache = True
         for name in OWN & body.keys():
-            setattr(config, name, body[name])
+            setattr(config, name, max(body[name], 0))  # top_k=-1 is off, as 0
         if bias := body.get("logit_bias"):  # transformers wants floats, and ignores it in texts
             config.sequence_bias = {(int(token),): float(value) for token, value in bias.items()}
         if body.get("temperature") == 0:
             config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
-        elif {"temperature", "top_k"} & body.keys() or body.get("top_p", 1) != 1:
+        elif "temperature" in body or body.get("top_k", 0) > 0 or body.get("top_p", 1) != 1:
             config.do_sample = True  # transformers leaves a greedy model greedy at any temperature
         if body.get("top_p") == 0:
             config.top_p, config.top_k = None, 1
@@ -228,14 +234,9 @@ class ChatHandler(_PoolHandler, ChatCompletionHandler):
     def _prompt(self, body: dict) -> list[int]:
         values, tools = body.get("chat_template_kwargs", {}), _tools(body)
         check_template_values(values, self._variables(tools))
-        try:
-            modality = self.model_manager.get_model_modality(self._model, processor=self._processor)
-            messages = self.get_processor_inputs_from_messages(body["messages"], modality)
-        except Exception as error:
-            message = f"messages: tool_calls cannot be read: {type(error).__name__}: {error}"
-            raise Refused(400, message, "messages") from error
-        text = self._rendered(messages, tools, values)
-        if tools and text == self._rendered(messages, None, values):
+        messages = template_messages(body["messages"])
+        text = self._rendered(messages, {**values, "tools": tools})
+        if tools and text == self._rendered(messages, values):
             raise Refused(400, "tools: the chat template of the model has none; leave them out", "tools")
         return self._ids(text, add_special_tokens=False)
 
@@ -253,21 +254,17 @@ class ChatHandler(_PoolHandler, ChatCompletionHandler):
         others |= set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
         return set(_get_template_variables(template)) - others
 
-    def _rendered(self, messages: list[dict], tools: list[dict] | None, values: dict[str, Any]) -> str:
+    def _rendered(self, messages: list[dict], options: dict[str, Any]) -> str:
         """The prompt as text. A template raises for what it does not know, such as a system message."""
         try:
-            return self._processor.apply_chat_template(
-                messages, add_generation_prompt=True, tools=tools, tokenize=False, **values
-            )
+            return ChatPrompt(self._processor, messages, options).text
         except Exception as error:
             message = f"messages: the chat template says {type(error).__name__}: {error}"
             raise Refused(400, message, "messages") from error
 
     def _parser(self, body: dict, ids: list[int]) -> AnswerParser | None:
-        template = get_response_template(self._processor, self._model)
-        if template is None:
-            return None
-        return AnswerParser(template, self._tokenizer.decode(ids), _tools(body), body.get("tool_choice") != "none")
+        prompt, calls = self._tokenizer.decode(ids), body.get("tool_choice") != "none"
+        return parser_for(self._tokenizer, self._model, prompt, _tools(body), calls)
 
     # ---- the answer -----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import uvicorn
 from starlette.middleware.cors import CORSMiddleware
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
@@ -59,6 +60,10 @@ class OneModel(ModelManager):
         return [{"id": self.served, "object": "model", "created": 0, "owned_by": "local"}]
 
     get_gen_models = list_models  # its name in older releases
+
+    def shutdown(self) -> None:
+        """Called at the end of the server. transformers would collect garbage, which takes a second, to free a model that
+        the end of the process frees anyway."""
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -110,6 +115,11 @@ def _not_free(host: str, port: int, error: OSError) -> ValueError:
     return ValueError(
         f"host={host!r}, port={port} cannot be listened to: {error.strerror}; choose another port or host"
     )
+
+
+def url_of(host: str, port: int) -> str:
+    """What clients take as `base_url`. An IPv6 address has brackets there."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def served_name(name: str) -> str:
@@ -214,7 +224,8 @@ def serve(
 
     Raises:
         ValueError: `served_model_name` is empty, `allow_origins` has what is no origin, or the address cannot be listened to,
-            e.g. because another server does. Nothing is loaded then. Or as for `RequestLoop`.
+            e.g. because another server does. Nothing is loaded then. Or the tokenizer writes messages without a chat
+            template. Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
@@ -229,8 +240,6 @@ def serve(
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
-    if served_model_name == "":
-        raise ValueError("served_model_name='' is not allowed; leave it out for the model's hub name or folder")
     for origin in allow_origins:  # a browser sends no path, and an origin that is never sent would be allowed in vain
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(
@@ -243,6 +252,11 @@ def serve(
         models = OneModel(name, served, device=device, dtype=dtype)
         model, processor = models.load_model_and_processor(models.process_model_name(name))
         tokenizer = getattr(processor, "tokenizer", processor)
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            raise ValueError(
+                f"{name!r} has a {type(tokenizer).__name__}, which is not served: this tokenizer writes messages without a "
+                "chat template. Save the model with a tokenizer of the tokenizers library, and serve that folder"
+            )
         requests = RequestLoop(
             model,
             tokenizer,
@@ -260,7 +274,7 @@ def serve(
         config = uvicorn.Config(app, host=host, port=port, log_level="warning")
         listen(sockets, host, port)  # clients that come now wait a moment
         pool = requests.pool
-        url = f"http://{host}:{port}/v1"
+        url = url_of(host, port)
         say(
             f"{served} with {preset}: {pool.slots} rows at once, of up to {pool.longest} tokens; "
             f"{pool.memory.nbytes / 1e9:.2f} GB. {url}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ...generation.sampling_settings import Allowed
+from ...generation.allowed_values import SWITCH, Allowed, list_of, number, one_or_list_of, text
 from .openai_errors import Refused, not_allowed, shown
 
 #: fields that are honoured
@@ -39,6 +39,12 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "tool_choice": ("auto",),
     "tools": ([],),
+    "stop": ([],),
+    "top_logprobs": (0,),
+    # what clients send for "not set"
+    "max_tokens": (-1,),
+    "max_completion_tokens": (-1,),
+    "seed": (-1,),
 }
 #: fields of one type: their type, and its name
 KINDS = (
@@ -59,32 +65,27 @@ SETTINGS_CHARACTERS = 2**16
 #: the most token ids of a setting, and of one of the sequences in `bad_words_ids`
 IDS, BAD_WORDS, BAD_WORD_IDS = 64, 16, 16
 
-_COUNT = Allowed(1, 2**31 - 1, whole=True)
-_TEMPERATURE, _PENALTY = Allowed(1e-5, 100), Allowed(0.01, 100)
-#: fields that are numbers
-NUMBERS = {
-    "top_p": Allowed(0, 1),
-    "repetition_penalty": _PENALTY,
-    "top_k": _COUNT,
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "seed": Allowed(0, 2**63 - 1, whole=True),
-}
-#: numbers in `generation_config`
-SETTINGS = {
-    "top_p": Allowed(0, 1),
-    "top_k": Allowed(0, 2**31 - 1, whole=True),
-    "min_p": Allowed(0, 1),
-    "typical_p": Allowed(0, 1),
-    "epsilon_cutoff": Allowed(0, 1),
-    "eta_cutoff": Allowed(0, 1),
-    "repetition_penalty": _PENALTY,
+_COUNT, _BIAS = number(1, 2**31 - 1, whole=True), number(-100, 100)
+#: settings that a request may have, in fields or in `generation_config` -> their values
+ALLOWED: dict[str, Allowed] = {
+    **dict.fromkeys(("do_sample", "remove_invalid_values", "renormalize_logits"), SWITCH),
+    **dict.fromkeys(("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"), number(high=1)),
+    "temperature": number(1e-5, 100).or_(0),
+    "top_k": number(0, 2**31 - 1, whole=True),
+    "repetition_penalty": number(0.01, 100),
     "max_new_tokens": _COUNT,
-    "min_new_tokens": Allowed(0, 2**31 - 1, whole=True),
-    "max_time": Allowed(0, 10**9),
+    "min_new_tokens": number(0, 2**31 - 1, whole=True),
+    "max_time": number(0, 10**9),
+    "stop_strings": one_or_list_of(text(STOP_CHARACTERS), STOPS),
 }
-SWITCHES = ("do_sample", "remove_invalid_values", "renormalize_logits")
-OTHER_SETTINGS = ("temperature", "stop_strings", "eos_token_id", "suppress_tokens", "bad_words_ids")
+#: fields that are settings -> their values
+FIELDS: dict[str, Allowed] = {
+    **{name: ALLOWED[name] for name in ("temperature", "top_p", "repetition_penalty")},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _COUNT),
+    "top_k": number(-1, 2**31 - 1, whole=True),
+    "seed": number(0, 2**63 - 1, whole=True),
+    "stop": ALLOWED["stop_strings"],
+}
 #: what files of transformers say, and what changes no answer
 UNUSED_SETTINGS = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
 
@@ -110,29 +111,34 @@ def check_fields(body: dict[str, Any], known: Collection[str], reads: str, vocab
             raise Refused(400, f"{name:.200} is not a field of this request", name[:200])
         elif name not in HONOURED | OWN:
             raise Refused(400, f"{name}={shown(value)} cannot be honoured by this server; leave it out", name)
-    for name, kind, text in KINDS:
+    for name, kind, title in KINDS:
         if name in body and not isinstance(body[name], kind):
-            raise not_allowed(name, body[name], text)
+            raise not_allowed(name, body[name], title)
     if not body.get(reads):  # an empty text has no token
         raise not_allowed(reads, body.get(reads), "a text or messages, at least one")
     check_messages(body.get("messages", []))
     check_tools(body.get("tools", []), body.get("tool_choice"))
     _check_bias(body.get("logit_bias", {}), vocabulary)
-    _check_temperature("temperature", body.get("temperature"))
-    for name, allowed in NUMBERS.items():
+    for name, allowed in FIELDS.items():
         if name in body and body[name] not in allowed:
             raise not_allowed(name, body[name], str(allowed))
-    check_stops("stop", body.get("stop", []))
 
 
-def check_json(body: dict[str, Any]) -> None:
-    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite."""
+def check_json(value: Any, name: str | None = None) -> None:
+    """Raise for what JSON of other programs cannot have: half of a character, and numbers that are infinite.
+
+    Args:
+        name: of the field; `None`: the value is the whole body.
+    """
+    where = name or "the body"
     try:
-        json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
-        raise Refused(400, f"a text has half of a surrogate pair, {error.object[error.start]!a}") from error
+        raise Refused(400, f"{where} has half of a surrogate pair, {error.object[error.start]!a}", name) from error
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body has a number that is not finite, or is nested too deeply: {error}") from error
+        raise Refused(
+            400, f"{where} has a number that is not finite, or is nested too deeply: {error}", name
+        ) from error
 
 
 def check_messages(messages: list[Any]) -> None:
@@ -160,6 +166,37 @@ def check_messages(messages: list[Any]) -> None:
             raise Refused(400, f"messages: content={shown(content)} is not allowed; it must be a text", "messages")
 
 
+def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that were checked, for the chat template. All fields that are not null stay. Content is a text or parts, and
+    arguments of tool calls, which are JSON in OpenAI's API, are objects, as templates read them.
+
+    Raises:
+        Refused: the arguments of a tool call cannot be read.
+    """
+    try:
+        read = [_template_message(message) for message in messages]
+    except Exception as error:
+        message = f"messages: tool_calls cannot be read: {type(error).__name__}: {error}"
+        raise Refused(400, message, "messages") from error
+    check_json(read, "messages")  # escapes in arguments are read here
+    return read
+
+
+def _template_message(message: dict[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in message.items() if value is not None}
+    message.setdefault("content", "")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "function": _template_function(call["function"])} for call in calls]
+    return message
+
+
+def _template_function(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else None
+    return {**function, "arguments": {} if arguments is None else arguments}
+
+
 def check_tools(tools: list[Any], choice: Any) -> None:
     """Raise unless `tools` are objects, and the model may decide whether it calls them, or calls none."""
     if len(tools) > TOOLS or not all(isinstance(tool, dict) for tool in tools):
@@ -170,105 +207,61 @@ def check_tools(tools: list[Any], choice: Any) -> None:
         )
 
 
-def check_stops(name: str, stops: Any) -> None:
-    """Raise unless `stops` is a text or a list of texts, none of which is empty."""
-    texts = [stops] if isinstance(stops, str) else stops
-    if (
-        not isinstance(texts, list)
-        or len(texts) > STOPS
-        or not all(isinstance(each, str) and 0 < len(each) <= STOP_CHARACTERS for each in texts)
-    ):
-        allowed = f"a text, or a list of at most {STOPS} texts, each of 1 to {STOP_CHARACTERS} characters"
-        raise not_allowed(name, stops, allowed)
-
-
-def _check_temperature(name: str, value: Any) -> None:
-    if value is not None and value not in _TEMPERATURE and not (value == 0 and not isinstance(value, bool)):
-        raise not_allowed(name, value, f"0, or {_TEMPERATURE}")
-
-
 def _check_bias(bias: Any, vocabulary: int) -> None:
     """Raise unless `bias` is an object of tokens and numbers."""
-    if not isinstance(bias, dict) or len(bias) > BIASED:
-        raise not_allowed("logit_bias", bias, f"an object of at most {BIASED} tokens")
-    for token, value in bias.items():
-        if not re.fullmatch(r"[0-9]{1,18}", token) or int(token) >= vocabulary:
-            raise Refused(
-                400,
-                f"logit_bias: {shown(token)} is not allowed; it must be the number of a token, below {vocabulary}",
-                "logit_bias",
-            )
-        if value not in Allowed(-100, 100):
-            raise Refused(
-                400,
-                f"logit_bias of {token}={shown(value)} is not allowed; it must be {Allowed(-100, 100)}",
-                "logit_bias",
-            )
+    if (
+        not isinstance(bias, dict)
+        or len(bias) > BIASED
+        or any(not re.fullmatch(r"[0-9]{1,18}", token) or int(token) >= vocabulary for token in bias)
+        or any(value not in _BIAS for value in bias.values())
+    ):
+        allowed = f"an object of at most {BIASED} numbers of tokens, below {vocabulary}, and for each {_BIAS}"
+        raise not_allowed("logit_bias", bias, allowed)
 
 
-def read_settings(text: str, vocabulary: int) -> dict[str, Any]:
+def read_settings(json_text: str, vocabulary: int) -> dict[str, Any]:
     """The settings of `generation_config`, without those that change no answer.
 
     Args:
-        text: in JSON.
+        json_text: an object.
         vocabulary: number of tokens.
 
     Raises:
         Refused: it is no JSON, or a setting is not served or out of range.
     """
-    if len(text) > SETTINGS_CHARACTERS:
+    if len(json_text) > SETTINGS_CHARACTERS:
         raise Refused(
-            400, f"generation_config has {len(text)} characters; at most {SETTINGS_CHARACTERS}", "generation_config"
+            400,
+            f"generation_config has {len(json_text)} characters; at most {SETTINGS_CHARACTERS}",
+            "generation_config",
         )
     try:
-        settings = json.loads(text)
+        settings = json.loads(json_text)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"generation_config: {type(error).__name__}: {error}", "generation_config") from error
     if not isinstance(settings, dict):
-        raise not_allowed("generation_config", text, "an object in JSON")
+        raise not_allowed("generation_config", json_text, "an object in JSON")
+    check_json(settings, "generation_config")  # its escapes are read here
+    token = number(0, vocabulary - 1, whole=True)
+    served = ALLOWED | {
+        "eos_token_id": one_or_list_of(token, IDS),
+        "suppress_tokens": list_of(token, IDS),
+        "bad_words_ids": list_of(list_of(token, BAD_WORD_IDS), BAD_WORDS),
+    }
     neutral = GenerationConfig._get_default_generation_params()
     for name, value in list(settings.items()):
         usual = neutral.get(name)
         if value is None or name in UNUSED_SETTINGS:
             del settings[name]
-        elif name not in (*SETTINGS, *SWITCHES, *OTHER_SETTINGS):
-            if type(value) is not type(usual) or value != usual:
-                raise Refused(400, _not_served(name, value), "generation_config")
+        elif name in served:
+            if value not in served[name]:
+                raise not_allowed(f"generation_config: {name}", value, str(served[name]))
+        elif type(value) is type(usual) and value == usual:
             del settings[name]
         else:
-            _check_setting(name, value, vocabulary)
+            message = f"generation_config: {name:.200}={shown(value)} is not served; leave it out. These are: "
+            raise Refused(400, message + ", ".join(sorted(served)), "generation_config")
     return settings
-
-
-def _not_served(name: str, value: Any) -> str:
-    served = ", ".join(sorted((*SETTINGS, *SWITCHES, *OTHER_SETTINGS)))
-    return f"generation_config: {name:.200}={shown(value)} is not served; leave it out. These are: {served}"
-
-
-def _check_setting(name: str, value: Any, vocabulary: int) -> None:
-    where = f"generation_config: {name}"
-    token = Allowed(0, vocabulary - 1, whole=True)
-    if name == "temperature":
-        _check_temperature(where, value)
-    elif name == "stop_strings":
-        check_stops(where, value)
-    elif name in SWITCHES:
-        if not isinstance(value, bool):
-            raise not_allowed(where, value, "true or false")
-    elif name in SETTINGS:
-        if value not in SETTINGS[name]:
-            raise not_allowed(where, value, str(SETTINGS[name]))
-    elif name == "bad_words_ids":
-        listed = isinstance(value, list) and 0 < len(value) <= BAD_WORDS
-        if not listed or not all(_are_tokens(each, token, BAD_WORD_IDS) for each in value):
-            allowed = f"1 to {BAD_WORDS} lists of 1 to {BAD_WORD_IDS} token ids below {vocabulary}"
-            raise not_allowed(where, value, allowed)
-    elif not _are_tokens([value] if name == "eos_token_id" and isinstance(value, int) else value, token, IDS):
-        raise not_allowed(where, value, f"1 to {IDS} token ids below {vocabulary}")
-
-
-def _are_tokens(ids: Any, token: Allowed, most: int) -> bool:
-    return isinstance(ids, list) and 0 < len(ids) <= most and all(each in token for each in ids)
 
 
 def check_template_values(values: Mapping[str, Any], allowed: Collection[str]) -> None:

@@ -1,0 +1,93 @@
+"""Stop strings: one detector, in text that is decoded token by token, with special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
+
+
+def first_stop(text: str, strings: str | Sequence[str]) -> int | None:
+    """Where the first stop string begins in a text; `None` if there is none."""
+    places = [text.find(string) for string in ([strings] if isinstance(strings, str) else strings)]
+    return min((place for place in places if place >= 0), default=None)
+
+
+class StopStrings:
+    """Passes on a text that is decoded token by token, up to the first stop string. Text that may begin a stop string is
+    delayed.
+
+    Args:
+        tokenizer: of transformers.
+        strings: the stop strings; none is empty. They may be special tokens.
+        unshown: tokens whose text is not passed on.
+        prompt_ids: a stop string may begin in these tokens, as in transformers' `generate`.
+
+    Attributes:
+        reached: whether a stop string has come.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        strings: str | Sequence[str],
+        unshown: Collection[int] = (),
+        prompt_ids: Sequence[int] = (),
+    ):
+        self._decode = _decoder(tokenizer)
+        self._strings = [strings] if isinstance(strings, str) else list(strings)
+        self._unshown, self.reached = unshown, False
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        begun = tokenizer.decode(prompt_ids[-longest:]) if longest and prompt_ids else ""
+        #: pieces that were not passed on yet, and what of them will be: all, or nothing
+        self._delayed = [(begun[len(begun) - self._overlap(begun) :], "")]
+
+    def add(self, token: int) -> str:
+        """The text that can be passed on after this token."""
+        piece = self._decode(token)
+        self._delayed.append((piece, "" if token in self._unshown else piece))
+        text = "".join(piece for piece, _ in self._delayed)
+        place = first_stop(text, self._strings)
+        self.reached = place is not None
+        return self._pass_on(len(text) - self._overlap(text) if place is None else place)
+
+    def end(self) -> str:
+        """The rest of the text, after its last token."""
+        return "" if self.reached else "".join(shown for _, shown in self._delayed)
+
+    def _pass_on(self, characters: int) -> str:
+        out = ""
+        while self._delayed:
+            piece, shown = self._delayed.pop(0)
+            out += shown[:characters]
+            if len(piece) > characters:
+                self._delayed.insert(0, (piece[characters:], shown[characters:]))
+                break
+            characters -= len(piece)
+        return out
+
+    def _overlap(self, text: str) -> int:
+        """Number of characters at the end of the text that may begin a stop string."""
+        longest = max((len(string) for string in self._strings), default=1)
+        counts = range(min(longest - 1, len(text)), 0, -1)
+        return next((count for count in counts if any(s.startswith(text[-count:]) for s in self._strings)), 0)
+
+
+def _decoder(tokenizer: Any) -> Any:
+    """A function of the next token: the text that it completes, which is empty in the middle of a character."""
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        stream, backend = DecodeStream([], False), tokenizer.backend_tokenizer
+        return lambda token: stream.step(backend, token) or ""
+    before, new = list[int](), list[int]()
+
+    def decode(token: int) -> str:
+        new.append(token)
+        piece: str = tokenizer.decode(before + new)[len(tokenizer.decode(before)) :]
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        before[:], new[:] = new, []
+        return piece
+
+    return decode
