@@ -86,7 +86,7 @@ def write(
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file; a cache is saved into a folder: give another name")
-    if any(not layer.tokens.paged for layer in contents.layers.values()):
+    if any(not layer.paged for layer in contents.layers.values()):
         raise ValueError("the cache has no rows: there is nothing to save")
     tensors, described = _tensors_of(contents)
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}

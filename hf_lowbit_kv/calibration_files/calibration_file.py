@@ -55,7 +55,7 @@ class Calibration:
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["vecinfer-2"], samples=2, length=256, progress=False)
         >>> calibration.save("mine.safetensors")
         >>> lb.Calibration.load("mine.safetensors").contents()
-        ['keys of none.vq-d4b8', 'values of none.vq-d4b8']
+        ['keys of hadamard.vq-d4b8', 'values of none.vq-d4b8']
     """
 
     tensors: dict[str, torch.Tensor]

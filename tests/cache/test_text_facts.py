@@ -15,7 +15,8 @@ def test_facts_end_with_the_text(model, end, max_cache_len):
     """Every one, also those that are added later."""
     cache = filled(model, max_cache_len=max_cache_len)
     facts = cache.facts
-    facts.ids, facts.warned, facts.positions.values = torch.ones(1, 80), True, {"model.rope_deltas": torch.ones(1, 1)}
+    cache.text = torch.ones(1, 80, dtype=torch.int64)
+    facts.warned, facts.positions.values = True, {"model.rope_deltas": torch.ones(1, 1)}
     empty = vars(TextFacts()) | {"positions": None}
     differ = {name for name, value in vars(facts).items() if name != "read_lengths" and value is not empty[name]}
     assert differ == empty.keys() - {"read_lengths"}

@@ -286,7 +286,7 @@ def test_a_tokenizer_without_chat_templates_is_named_before_a_pool_is_made(monke
             return []
 
     loaded = None, OwnMessages.__new__(OwnMessages)
-    monkeypatch.setattr(openai_server.OneModel, "load_model_and_processor", lambda *_: loaded)
+    monkeypatch.setattr(openai_server.OneModel, "load_model_and_processor", lambda *_, **__: loaded)
     monkeypatch.setattr(openai_server, "RequestLoop", lambda *_, **__: pytest.fail("a pool is made"))
     with pytest.raises(ValueError, match="'any' has a OwnMessages, which is not served"):
         openai_server.serve("any", "dense", "127.0.0.1", free_port())
