@@ -82,8 +82,6 @@ class Boosted(Format):
             raise ValueError(f"seed={self.seed!r} is not allowed; it must be an integer from 0 to 2**31 - 1")
         if self.score != "random":
             object.__setattr__(self, "seed", 0)  # not used, and not part of the name
-        if self.boosted_bits <= self.bits:
-            raise ValueError(f"boosted_bits={self.boosted_bits!r} is not above bits={self.bits!r}")
         if (self.bits, self.boosted_bits) != (BITS, BOOSTED_BITS):
             pair = f"bits={self.bits!r} with boosted_bits={self.boosted_bits!r}"
             raise ValueError(f"{pair} is not offered; allowed: {BITS} with {BOOSTED_BITS}")

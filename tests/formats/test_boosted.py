@@ -172,7 +172,6 @@ def test_bad_arguments(options, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Boosted(0.5, bits=4), "boosted_bits=4 is not above bits=4"),
         (lambda: Boosted(0.5, bits=4, boosted_bits=8), "bits=4 with boosted_bits=8 is not offered; allowed: 2 with 4"),
         (lambda: Boosted(0.5, "random", seed=-1), "seed=-1 is not allowed"),
         (lambda: parse_format("boosted2-r2"), r"ratio=2.0 \(boost\) is not allowed"),
