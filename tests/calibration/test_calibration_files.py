@@ -49,17 +49,6 @@ def with_metadata(path, **changes):
     save_file(tensors, path, metadata)
 
 
-def of_model(**changes):
-    """Damage: these entries in what the file says of the model."""
-
-    def damage(path):
-        with safe_open(path, framework="pt") as file:
-            model = json.loads(file.metadata()["model"])
-        with_metadata(path, model=json.dumps({k: v for k, v in (model | changes).items() if v is not None}))
-
-    return damage
-
-
 def with_tensor(tensor):
     def damage(path):
         whole = lb.Calibration.load(path)
@@ -89,19 +78,7 @@ DAMAGES = {
     "older": (lambda path: with_metadata(path, version="0"), "version '0', but this release reads 2"),
     "broken JSON": (lambda path: with_metadata(path, model='{"name": '), "does not describe its model and source"),
     "no model": (lambda path: with_metadata(path, model=None), "does not describe its model and source"),
-    "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not describe its model and source"),
-    "a list as model": (lambda path: with_metadata(path, model="[]"), "has no name and model_type"),
-    "a number as source": (lambda path: with_metadata(path, source="3"), "source 3 is not a list of runs"),
-    "runs without tensors": (
-        lambda path: with_metadata(path, source="[{}]"),
-        "is not a list of runs with their tensors",
-    ),
-    "no layers": (of_model(layers=None), "layers None"),
-    "layers without sizes": (of_model(layers={"0": []}), "are not KV heads and sizes"),
-    "marks of words": (of_model(marks=["x"]), "marks .* are not a list of numbers"),
     "NaN": (with_tensor(torch.full((2, 64), torch.nan)), "not finite, in layers.1.keys"),
-    "integers": (with_tensor(torch.ones(2, 64, dtype=torch.int32)), "has torch.int32 in layers.1.keys"),
-    "8-bit numbers": (with_tensor(torch.ones(2, 64).to(torch.float8_e4m3fn)), "has torch.float8_e4m3fn"),
     "folder": (as_folder, "cannot be opened"),
 }
 

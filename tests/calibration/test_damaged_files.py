@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import struct
 
@@ -165,86 +164,6 @@ def test_headers_that_say_something_else(saved, tmp_path):
         check_load(path, whole)
 
     check()
-
-
-def test_what_the_file_says_of_its_model(saved, model, tmp_path):
-    """Any JSON in place of the model's description, in a file without a digest."""
-    whole, source = saved
-    path = tmp_path / "c.safetensors"
-    with safe_open(source, framework="pt") as file:
-        metadata = file.metadata()
-    del metadata["digest"]
-
-    @settings(max_examples=200, **FUZZ)
-    @given(st.sampled_from(["name", "model_type", "layers", "marks", None]), headers)
-    def check(key, value):
-        save_file(whole.tensors, path, metadata | {"model": json.dumps(whole.model | {key: value} if key else value)})
-        error = error_of(lambda: cache(model, "kivi-2", path))
-        assert error is None or f"calibration={str(path)!r}" in error
-
-    check()
-
-
-def sparse(path, size):
-    with path.open("r+b") as file:
-        file.truncate(size)
-
-
-def header_of_terabytes(path):
-    """A file that has all that its header promises, and nothing of it on the disk."""
-    size = 2**42
-    entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    text = json.dumps({"__metadata__": metadata, "layers.0.keys.smooth.factors": entry}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    sparse(path, 8 + len(text) + size)
-
-
-def promise(shape, end):
-    def change(header):
-        header["layers.0.keys.smooth.factors"] |= {"shape": shape, "data_offsets": [0, end]}
-
-    return lambda path: path.write_bytes(with_header(path.read_bytes(), change))
-
-
-def length_of_header(number):
-    return lambda path: path.write_bytes(struct.pack("<Q", number) + path.read_bytes()[8:])
-
-
-HUGE = {
-    "terabytes that are there": (header_of_terabytes, r"has 439804651\d{4} bytes"),
-    "terabytes after the end": (lambda path: sparse(path, 2**42), "has 4398046511104 bytes"),
-    "terabytes that are promised": (promise([2**40], 2**42), "cannot be read"),
-    "a shape that overflows": (promise([2**33, 2**33], 2**42), "cannot be read"),
-    "a shape without offsets": (promise([2**40, 0], 0), "cannot be read|altered"),
-    "a header of exabytes": (length_of_header(2**63), "cannot be read"),
-    "a header of gigabytes": (length_of_header(2**33), "cannot be read"),
-    "no header": (length_of_header(0), "cannot be read"),
-}
-
-
-@pytest.mark.parametrize("case", HUGE)
-def test_huge_sizes(case, saved, model, tmp_path):
-    damage, reason = HUGE[case]
-    path = tmp_path / "c.safetensors"
-    shutil.copy(saved[1], path)
-    damage(path)
-    for load in (lb.Calibration.load, lambda path: cache(model, "kivi-2", path)):
-        with pytest.raises(ValueError, match=rf"calibration='{path}' .*({reason})"):
-            load(path)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
-def test_a_pipe_is_not_waited_for(saved, model, own_calibrations):
-    folder = own_calibrations
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / "a.safetensors")
-    shutil.copy(saved[1], folder / "b.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
-        lb.Calibration.load(folder / "a.safetensors")
-    with pytest.warns(UserWarning, match=r"a.safetensors' is skipped: the file cannot be opened: it is not a file"):
-        cache(model, "kivi-2", None)
 
 
 def altered_shapes(shape):
