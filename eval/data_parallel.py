@@ -96,11 +96,8 @@ def join() -> Processes:
     if process_count() == 1:
         return ONE_PROCESS
     import torch
+    from accelerate import PartialState
 
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ImportError("sharing an evaluation needs accelerate: pip install 'hf-lowbit-kv[eval]'") from error
     # without a GPU, ask accelerate for the CPU: otherwise it may find other devices that cannot communicate
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     return Processes(state.process_index, state.num_processes, state.device)

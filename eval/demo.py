@@ -98,11 +98,9 @@ def _check_length(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
     longest = longest_text(model.config)
     if longest is None or prompt_tokens + max_new_tokens <= longest:
         return
-    context = f"the prompt has {prompt_tokens} tokens, and the model's context is {longest}"
-    if prompt_tokens >= longest:
-        raise ValueError(f"the prompt is too long: {context}; give a shorter prompt")
     raise ValueError(
-        f"max_new_tokens={max_new_tokens} is not allowed: {context}; at most {longest - prompt_tokens} is allowed"
+        f"max_new_tokens={max_new_tokens} is not allowed: the prompt has {prompt_tokens} tokens, and the model's context is "
+        f"{longest}"
     )
 
 
