@@ -158,11 +158,9 @@ def products(
         For each weight `[..., n]`, contiguous.
 
     Raises:
-        ValueError: there are too many rows, or not two or three weights.
+        ValueError: there are too many rows.
     """
     flat = _rows(x)
-    if len(weights) not in (2, 3):
-        raise ValueError(f"weights: {len(weights)} are given; allowed: 2 or 3")
     tiles = tiles or _fitting(ONE_ROW if len(flat) == 1 else MORE_ROWS, 1, flat)
     outs = [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
     sizes = [len(weight) for weight in weights]
