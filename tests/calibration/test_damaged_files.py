@@ -14,7 +14,6 @@ from cases import left_padded, tiny_models
 from damage import FUZZ, changes
 from generation_cases import GREEDY, SMALL_PAGES
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -119,51 +118,6 @@ def test_every_bit_counts(saved, tmp_path):
             path.write_bytes(changed)
             with pytest.raises(ValueError, match=rf"calibration='{path}' was altered"):
                 lb.Calibration.load(path)
-
-
-numbers = st.one_of(
-    st.integers(-(2**70), 2**70), st.sampled_from([0, 1, 2**31, 2**40, 2**63 - 1, 2**64, -1]), st.floats()
-)
-headers = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), numbers, st.text(max_size=8), st.sampled_from(["F32", "F64", "I8", "BOOL", "F4"])
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
-    max_leaves=6,
-)
-
-
-def with_header(data: bytes, change) -> bytes:
-    """A safetensors file whose header `change` has changed in place."""
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
-
-
-def test_headers_that_say_something_else(saved, tmp_path):
-    whole, source = saved
-    path, data = tmp_path / "c.safetensors", source.read_bytes()
-    names = sorted(whole.tensors)
-
-    @settings(max_examples=400, **FUZZ)
-    @given(
-        st.sampled_from([*names, "__metadata__", "more"]),
-        st.sampled_from([None, "dtype", "shape", "data_offsets", "model", "source", "version", "format", "digest"]),
-        headers,
-    )
-    def check(entry, key, value):
-        def change(header):
-            if key is None or entry not in header:
-                header[entry] = value
-            else:
-                header[entry][key] = value
-
-        path.write_bytes(with_header(data, change))
-        check_load(path, whole)
-
-    check()
 
 
 def altered_shapes(shape):

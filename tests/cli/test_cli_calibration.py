@@ -23,7 +23,6 @@ from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.cli import missing_calibrations
 from hf_lowbit_kv.cli import setup_commands as command
-from hf_lowbit_kv.cli.shared_options import parse_overrides
 
 NUMBERS = " ".join(str(3 + i * i % 97) for i in range(5000))
 
@@ -294,11 +293,6 @@ def test_every_command_that_measures_presets_takes_a_calibration():
         *(f"eval {x}" for x in ("perplexity", "needle", "lm-eval")),
     }
     assert not [name for name in measuring if "calibration" not in options[name]]
-
-
-def test_two_calibrations_are_refused():
-    with pytest.raises(ValueError, match=r"--calibration 'a' and --set 'calibration=b' are both given"):
-        parse_overrides(["residual=64", "calibration=b"], "a")
 
 
 def test_a_text_that_is_not_utf8_is_named(model, tmp_path):
