@@ -304,8 +304,8 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
     reads them.
 
     Raises:
-        ValueError: an option that lm-eval does not know, or that is not offered here; an `--output_path` that is no folder
-            that can be written.
+        ValueError: an option that lm-eval does not know, or that is not offered here.
+        OSError: `--output_path` cannot be written.
     """
     arguments = ["run", "--tasks", ",".join(tasks), *options]
     parser = HarnessCLI()._parser
@@ -319,19 +319,8 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
         )
     config = EvaluatorConfig.from_cli(namespace)
     if config.output_path:
-        _try_output(Path(config.output_path))
+        try_folder(Path(config.output_path))  # lm-eval itself would leave its files out silently
     return config
-
-
-def _try_output(folder: Path) -> None:
-    """Raise `ValueError` if a folder for lm-eval's files cannot be written: lm-eval itself would leave them out silently.
-    Creates the folder if it is missing."""
-    try:
-        try_folder(folder)
-    except OSError as error:
-        raise ValueError(
-            f"--output_path: {str(folder)!r} cannot be written: {error.strerror}; it must be a folder, or a new name"
-        ) from error
 
 
 def evaluate(
@@ -359,7 +348,7 @@ def evaluate(
     config.metadata = {"tokenizer": lm.tokenizer.name_or_path} | config.metadata
     manager = _task_manager(config, tasks)
     for preset in presets if config.output_path else ():
-        _try_output(Path(config.output_path) / preset)
+        try_folder(Path(config.output_path) / preset)
     rows = []
     for preset in presets:
         lm.use(preset, **(overrides if preset != FULL else {}))

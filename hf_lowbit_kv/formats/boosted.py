@@ -74,7 +74,7 @@ class Boosted(Format):
 
     def __post_init__(self):
         self.check_layout()
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
+        if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio!r} (boost) is not allowed; it must be a number from 0 to 1")
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r} is not known; allowed: {SCORES}")
