@@ -156,9 +156,6 @@ def products(
 
     Returns:
         For each weight `[..., n]`, contiguous.
-
-    Raises:
-        ValueError: there are too many rows.
     """
     flat = _rows(x)
     tiles = tiles or _fitting(ONE_ROW if len(flat) == 1 else MORE_ROWS, 1, flat)
@@ -191,9 +188,6 @@ def gated_product(
 
     Returns:
         `[..., N]`, contiguous.
-
-    Raises:
-        ValueError: too many rows.
     """
     flat = _rows(x)
     gate, up = weights
@@ -222,8 +216,6 @@ def _fitting(tiles: Tiles, weights: int, flat: torch.Tensor) -> Tiles:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    if not 1 <= len(flat) <= MAX_ROWS:
-        raise ValueError(f"x has {len(flat)} rows; allowed: 1 to {MAX_ROWS}")
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 

@@ -68,9 +68,8 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
         model: a hub name or a folder (the bundled names need no hub), a configuration, or a model.
 
     Raises:
-        ValueError: the quantization is unknown, the configuration is not that of a causal language model, or the name differs
-            only in case or organization from a known model.
-        OSError: the hub or folder has no such model.
+        ValueError: the quantization is unknown, or the configuration is not that of a causal language model.
+        OSError: the hub or folder has no such model. The message names a similar known model.
     """
     dtype: torch.dtype | None = None
     build: Any = None
@@ -99,19 +98,14 @@ def shape_of(model: str | Path | PreTrainedConfig | PreTrainedModel) -> Shape:
 
 
 def _read_config(name: str) -> PreTrainedConfig:
-    """The configuration in a folder or on the hub. Names that differ from a known one only in case or organization raise
-    at once."""
+    """The configuration in a folder or on the hub."""
     check_model_folder("model", name)
-    if Path(name).exists():
-        return AutoConfig.from_pretrained(name)
-    names = {entry.rpartition("/")[2].lower(): entry for entry in known_models()}
-    names |= {entry.lower(): entry for entry in known_models()}
-    if (entry := names.get(name.lower())) is not None:
-        raise ValueError(f"model={name!r} is not known; did you mean {entry!r}?")
     try:
         return AutoConfig.from_pretrained(name)
     except OSError as error:
-        if close := difflib.get_close_matches(name.lower(), names, n=1):
+        names = {entry.rpartition("/")[2].lower(): entry for entry in known_models()}
+        names |= {entry.lower(): entry for entry in known_models()}
+        if not Path(name).exists() and (close := difflib.get_close_matches(name.lower(), names, n=1)):
             raise type(error)(f"{error}\nmodel={name!r}: did you mean {names[close[0]]!r}?") from error
         raise
 

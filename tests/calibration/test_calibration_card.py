@@ -96,9 +96,6 @@ def test_command(calibration, hub, tmp_path):
     run = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows), "--private"])
     assert run.exit_code == 0, run.output
     assert hub.calls[0] == ("create", "me/tiny-kv", {"private": True, "exist_ok": True})
-    rows.write_text("{", encoding="utf-8")
-    failed = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows)])
-    assert "is not JSON" in str(failed.exception)
 
 
 def test_a_run_says_what_it_read():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import calibration_of, left_padded, tiny_models
+from cases import calibration_of, left_padded
 from generation_cases import GREEDY, SMALL_PAGES
 from processes import at_once
 from safetensors import safe_open
@@ -152,24 +152,6 @@ def test_each_damaged_file_has_a_warning_of_its_own(model, folder):
     with pytest.raises(ValueError, match="needs a calibration"):  # and no further warning
         looked_up(model)
     assert [str(each.message).split("'")[1] for each in caught] == [str(folder / f"{n}.safetensors") for n in "ab"]
-
-
-def test_damaged_files_of_the_package_are_skipped_too(model, tmp_path):
-    for name, number in (("a", 2), ("b", 4)):
-        calibration_of(model, number).save(tmp_path / "bundled" / f"{name}.safetensors")
-    DAMAGES["truncated"][0](tmp_path / "bundled" / "a.safetensors")
-    with pytest.warns(UserWarning, match="bundled/a.safetensors' is skipped"):
-        assert looked_up(model) == 2
-
-
-def test_presets_of_other_models_do_not_stumble(folder):
-    """One damaged file of one model, and a cache for another."""
-    calibration_of(tiny_models("llama")[0], 2).save(folder / "a.safetensors")
-    DAMAGES["truncated"][0](folder / "a.safetensors")
-    other = tiny_models("mistral")[0]
-    calibration_of(other, 8).save(folder / "b.safetensors")
-    with pytest.warns(UserWarning, match="a.safetensors' is skipped"):
-        assert looked_up(other) == 4
 
 
 def test_generate_skips_it_and_notices_when_it_is_mended(model, folder):

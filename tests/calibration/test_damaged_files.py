@@ -4,10 +4,8 @@
 """
 
 import dataclasses
-import json
 import re
 import shutil
-import struct
 
 import pytest
 import torch
@@ -103,22 +101,6 @@ def test_bytes_that_were_changed(saved, tmp_path):
 
     check()
     assert sum(refused) > 0.9 * len(refused)
-
-
-def test_every_bit_counts(saved, tmp_path):
-    """One bit of each tensor, of its first number and of its last: numbers stay finite, and only the digest shows it."""
-    whole, source = saved
-    data = source.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    path = tmp_path / "c.safetensors"
-    for name in whole.tensors:
-        for at in (header[name]["data_offsets"][0], header[name]["data_offsets"][1] - 4):
-            changed = bytearray(data)
-            changed[8 + length + at] ^= 1
-            path.write_bytes(changed)
-            with pytest.raises(ValueError, match=rf"calibration='{path}' was altered"):
-                lb.Calibration.load(path)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -296,19 +296,14 @@ def test_what_is_no_number_of_tokens(text):
         fits("Qwen/Qwen3-8B", text)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen/qwen3-8b", "Qwen3-8B"])
-def test_a_known_models_name_in_other_letters(name):
-    with pytest.raises(ValueError, match=f"model='{name}' is not known; did you mean 'Qwen/Qwen3-8B'"):
-        shape_of(name)
-
-
 def test_a_name_that_nobody_knows(monkeypatch, tmp_path):
     def away(name):
         raise OSError(f"{name} is not there")
 
     monkeypatch.setattr(model_shapes.AutoConfig, "from_pretrained", away)
-    with pytest.raises(OSError, match=r"(?s)is not there.*did you mean 'Qwen/Qwen3-8B'"):
-        shape_of("qwen3-8bb")
+    for name in ("qwen3-8bb", "qwen/qwen3-8b", "Qwen3-8B"):
+        with pytest.raises(OSError, match=r"(?s)is not there.*did you mean 'Qwen/Qwen3-8B'"):
+            shape_of(name)
     with pytest.raises(OSError, match=r"is not there$"):
         shape_of("mine/another")
     with pytest.raises(OSError, match=r"model='/no/such/model': there is no such folder"):
