@@ -81,8 +81,7 @@ def process_count() -> int:
         raise ValueError(
             f"{announced[0]}={os.environ[announced[0]]}: a launcher was asked for several processes, but did not start them as "
             "ranks of one run, so each would do all the work. Start them with `accelerate launch --multi_gpu "
-            "--num_processes N -m hf_lowbit_kv ...`, also on CPUs; on several machines add --num_machines, --machine_rank, "
-            "--main_process_ip and --main_process_port"
+            "--num_processes N -m hf_lowbit_kv ...`, also on CPUs"
         )
     return count
 

@@ -226,9 +226,8 @@ class LowBitLM(HFLM):
             first = min(map(tokens_to_pack, packing_specs(self.new_cache())))
             raise ValueError(
                 f"packed_share=0 for {', '.join(unpacked)}: nothing was read packed, so the result says nothing about preset "
-                f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (more few-shot examples: "
-                "--num_fewshot) or a task with a long prefix; allow_unpacked=True (--allow-unpacked of `hf-lowbit-kv eval "
-                "lm-eval`) accepts it"
+                f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (--num_fewshot), or accept "
+                "it with allow_unpacked=True (--allow-unpacked)"
             )
 
     def _loglikelihood_tokens(
