@@ -159,18 +159,16 @@ def test_nothing_packed_is_an_error(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"preset": "kivi2"}, ValueError, "did you mean 'kivi-2'"),
-        ({"kv_chunk": 2000}, ValueError, "kv_chunk=2000 is larger than the model's context of 1024 tokens"),
-        ({"no_such": 1}, TypeError, "no_such"),
-        ({"sink": -1}, ValueError, "sink=-1"),
-        ({"attn_implementation": "sdpa"}, ValueError, "attn_implementation must be 'lowbit_kv'"),
-        ({"tokenizer": "/no/such/tokenizer"}, ValueError, "'/no/such/tokenizer' has no tokenizer"),
+        ({"preset": "kivi2"}, "did you mean 'kivi-2'"),
+        ({"kv_chunk": 2000}, "kv_chunk=2000 is larger than the model's context of 1024 tokens"),
+        ({"attn_implementation": "sdpa"}, "attn_implementation must be 'lowbit_kv'"),
+        ({"tokenizer": "/no/such/tokenizer"}, "'/no/such/tokenizer' has no tokenizer"),
     ],
 )
-def test_bad_arguments(model_folder, options, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_arguments(model_folder, options, message):
+    with pytest.raises(ValueError, match=message):
         lm_of(model_folder, **options)
 
 
