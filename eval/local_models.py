@@ -9,8 +9,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,45 +151,21 @@ def load_model(
     device = default_device() if device in (None, AUTO) else torch.device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     path = str(bundled_model()) if name is None else name
-    with explained(path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except ValueError as error:  # if there is no such model, OSError says what is missing
-            raise OSError(without_tokenizer(path, error)) from error
-        config = AutoConfig.from_pretrained(path)
-        model: Any = auto_class(config).from_pretrained(
-            path, dtype=dtype, attn_implementation=attn_implementation, **spread
-        )
+    check_model_folder("model", path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except ValueError as error:  # if there is no such model, OSError says what is missing
+        raise OSError(without_tokenizer(path, error)) from error
+    config = AutoConfig.from_pretrained(path)
+    model: Any = auto_class(config).from_pretrained(
+        path, dtype=dtype, attn_implementation=attn_implementation, **spread
+    )
     return (model if spread else model.to(device)).eval(), tokenizer
 
 
 def model_name(name: str | None) -> str:
     """The name that a calibration uses for the model of `load_model(name)`. The model need not be loaded."""
     return _bundled_target().name if name is None else Path(name).name
-
-
-@contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Wraps the loading of model `name` (a folder or a hub name). If there is no such model, `OSError` says what to
-    do. A damaged file of weights raises `OSError` too."""
-    from safetensors import SafetensorError
-
-    check_model_folder("model", name)
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(
-            f"model {name!r} cannot be loaded: a file of its weights is damaged, it may be truncated ({error}); copy or "
-            "download it again"
-        ) from error
-    except OSError as error:
-        if Path(name).is_dir():  # the message already says what the folder lacks
-            raise
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise OSError(
-            f"model {name!r} cannot be loaded: {reason}. Without the hub, name a folder, or leave the model out: "
-            f"{BUNDLED_MODEL} comes with a package"
-        ) from error
 
 
 def without_tokenizer(name: Any, error: Exception) -> str:

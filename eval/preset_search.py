@@ -91,8 +91,6 @@ def recommend(
             model's key biases.
     """
     overrides = overrides or {}
-    if not 0 <= start < tokens - 1:
-        raise ValueError(f"tokens={tokens} is not allowed with start={start}; it must be at least start + 2")
     source = read_text(text)
     window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
     names, reasons = (list(presets), {}) if presets else fitting_presets(model, overrides)

@@ -53,8 +53,6 @@ def demo(
     """Answer a question about a text with the full-precision cache and with presets, and compare the answers."""
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(PRESETS)])
-    if prompt is not None and not prompt.strip():
-        raise ValueError("--prompt is empty; give a message to answer")
     from ..eval.demo import compare, default_prompt
 
     prompt = default_prompt() if prompt is None else prompt

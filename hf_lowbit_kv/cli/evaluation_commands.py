@@ -73,12 +73,9 @@ def lm_eval(
     names = [name for name in split_names(preset) if name != "full"]
     for name in names:
         get_preset(name)
-    if not (task_names := split_names(tasks, "--tasks")):
-        raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
+    task_names = split_names(tasks)
     check_dtype(dtype)
     check_device(device_of_process(device))
-    if not (full or names):
-        raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
 
     from ..eval.chunked_reader import FULL
     from ..eval.lm_eval_model import comparison, evaluate, samples_of
@@ -167,8 +164,6 @@ def protocol(
     if name == "wikitext":
         if tasks or context.args:
             raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} is not allowed with --name wikitext")
-        if dataset is not None and not dataset.is_file():
-            raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name wikitext it must be a file")
         text = protocols.wikitext_text(None if dataset is None else str(dataset))
         loaded, tokenizer = load(model, device, dtype)
         rows = protocols.wikitext(names, text, loaded, tokenizer, windows, batch_size, **changes)
@@ -181,9 +176,7 @@ def protocol(
     if windows:
         raise ValueError("--windows is not allowed with --name kivi")
     need("eval", "lm_eval")
-    if dataset is not None and not dataset.is_dir():
-        raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")
-    task_names = protocols.check_kivi(split_names(tasks, "--tasks"))
+    task_names = protocols.check_kivi(split_names(tasks))
     if dataset is not None:
         for task_name in task_names:
             protocols.local_task(task_name, dataset)  # raises before the model is loaded

@@ -27,15 +27,13 @@ def import_files(paths: list[Path] | None) -> None:
         ImportError: a file raises; the message says where.
     """
     for path in paths or []:
-        if path.suffix != ".py":
-            raise ValueError(f"--import {str(path)!r} is not allowed; it must be a Python file that ends in .py")
         full = path.resolve()
         if full in _imported:
             continue
         name = f"hf_lowbit_kv_file_{len(_imported)}_{full.stem}"
         spec = importlib.util.spec_from_file_location(name, full)
-        assert spec is not None
-        assert spec.loader is not None
+        if spec is None or spec.loader is None:
+            raise ValueError(f"--import {str(path)!r} is not allowed; it must be a Python file that ends in .py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses look up their module
         if str(full.parent) not in sys.path:

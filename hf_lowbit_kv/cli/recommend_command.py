@@ -79,12 +79,6 @@ def recommend(
     """
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
-    if bits is not None and not 0 < bits < float("inf"):
-        raise ValueError(f"--bits {bits:g} is not allowed; it must be a number above 0")
-    if calibration_text and not calibrate:
-        raise ValueError(f"--calibration-text {str(calibration_text[0])!r} is not allowed without --calibrate")
-    if calibrate and calibration is not None:
-        raise ValueError(f"--calibrate and --calibration {calibration!r} exclude each other; give one of them")
     from ..eval.preset_search import Budget
     from ..eval.preset_search import recommend as measure
 

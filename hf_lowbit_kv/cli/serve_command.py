@@ -11,7 +11,16 @@ from rich.console import Console
 from ..eval.local_models import bundled_model
 from ..presets import DEFAULT_PRESET, get_preset
 from .every_command import need
-from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides, print_json
+from .shared_options import (
+    DTYPES,
+    CalibrationOption,
+    ModelOption,
+    SetOption,
+    check_device,
+    check_dtype,
+    parse_overrides,
+    print_json,
+)
 
 
 def serve(
@@ -76,8 +85,7 @@ def serve(
     from ..requests.paged_calls import check_version
 
     check_version()
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: auto, {', '.join(DTYPES)}")
+    check_dtype(dtype, ("auto", *DTYPES))
     check_device(None if device == "auto" else device)
     if api_key == "":
         raise ValueError("--api-key '' is not allowed; leave it out for a server without a key")

@@ -234,7 +234,6 @@ REFUSED = {
     "min_p": (2.0, "min_p=2.0 is not allowed; it must be a number from 0 to 1"),
     "max_time": (float("inf"), "max_time=inf is not allowed"),
     "sequence_bias": ([[[400], 1.0]], "sequence_bias: token 400 is not one of the model's 160"),
-    "generation_config": (5, "generation_config=5 is not allowed; it must be a GenerationConfig"),
 }
 
 
