@@ -503,7 +503,7 @@ def peers_table(path: Path = OUT) -> str:
                            if PEERS.keys() & measured[model, context].keys()}.items():  # fmt: skip
         caches = measured[model, context]
         texts = set.intersection(*(set(caches[name]) for name in caches if name in PEERS))
-        shown = f"{model.partition(',')[0]}, {len(texts)} text{'s' * (len(texts) > 1)} of {context} tokens"
+        shown = f"{model.partition(',')[0]}, {len(texts)} text{'s' * (len(texts) > 1)} of {context:,} tokens"
         for name in (*SHOWN, *PEERS):
             if name in caches and texts <= set(caches[name]):
                 records = {text: caches[name][text] for text in texts}

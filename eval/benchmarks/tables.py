@@ -94,7 +94,7 @@ def load(accuracy: Path = measure.OUT) -> list[PresetRow]:
 
 
 def bits(preset: str) -> float:
-    """Bits per number at `BITS_AT` tokens, including metadata, window and parameters."""
+    """Bits per value at `BITS_AT` tokens, including metadata, window and parameters."""
     return lb.get_preset(preset).spec().bits_per_value(BITS_AT, HEAD_DIM)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def recommend(
     bits: Annotated[
-        float | None, typer.Option(help="Budget: bits per number at --context, scales and window included.")
+        float | None, typer.Option(help="Budget: bits per value at --context, scales and window included.")
     ] = None,
     cache_memory: Annotated[
         str | None, typer.Option(help="Budget, instead of --bits: memory of the cache at --context, e.g. 24GB.")

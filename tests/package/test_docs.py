@@ -102,7 +102,9 @@ def test_every_file_says_what_it_is_for():
 
 
 def test_what_the_default_keeps_on_every_measured_model_is_in_the_records():
-    kept = [mean(caches["kivi-4-sink"], "top1") for caches in model_tables.by_text().values() if "kivi-4-sink" in caches]
+    kept = [
+        mean(caches["kivi-4-sink"], "top1") for caches in model_tables.by_text().values() if "kivi-4-sink" in caches
+    ]
     shown = re.findall(r"keep (\d+) to (\d+) of 100 next tokens\. Two things decide", page("docs/choose.md"))
     assert shown == [tuple(f"{100 * x:.0f}" for x in (min(kept), max(kept)))]
 
