@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hf_lowbit_kv.installation import need
+
 if TYPE_CHECKING:
     import torch
 
@@ -97,10 +99,9 @@ def join() -> Processes:
         return ONE_PROCESS
     import torch
 
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ImportError("sharing an evaluation needs accelerate: pip install 'hf-lowbit-kv[eval]'") from error
+    need("sharing an evaluation", "eval", "accelerate")
+    from accelerate import PartialState
+
     # without a GPU, ask accelerate for the CPU: otherwise it may find other devices that cannot communicate
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     return Processes(state.process_index, state.num_processes, state.device)

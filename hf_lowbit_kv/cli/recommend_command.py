@@ -73,7 +73,7 @@ def recommend(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Measure the presets within a budget, and recommend the best one.
+    """Measure the presets within a budget, and name the best one.
 
     Presets that need a calibration are included if the model has one, or with --calibrate.
     """

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..eval.data_parallel import process_count
-from ..eval.local_models import AUTO, load_model, model_name
+from ..eval.local_models import AUTO, check_bundled_model, load_model, model_name
 from ..folders import check_model_folder
 from ..presets import get_preset
 
@@ -49,8 +49,10 @@ PresetOption = Annotated[
 
 
 def check_model(name: str | None) -> str | None:
-    """The value of `--model`, if it is not a folder that is missing."""
-    if name is not None:
+    """The value of `--model`, if it is not a folder that is missing. Without one, the bundled model must be installed."""
+    if name is None:
+        check_bundled_model()
+    else:
         check_model_folder("--model", name)
     return name
 
