@@ -191,7 +191,7 @@ class RulerLoss(NamedTuple):
 
 def ruler_losses(context: int, path: Path = TASKS) -> dict[str, RulerLoss]:
     """The loss of each preset with all tasks at this length; empty if 16 bits are not measured."""
-    keys = [(task, context) for task in RULER]
+    keys: list[Key] = [(task, context) for task in RULER]
     measured = {name: records for name, records in newest_tasks(path).items() if records.keys() >= set(keys)}
     if (full := measured.pop("dense", None)) is None:
         return {}
