@@ -285,12 +285,18 @@ def draw(path: Path) -> None:
     memory, loss = figure.subplots(1, 2)
     colours = dict(zip(DRAWN, ("0.3", "C0", "C1"), strict=True))
     for name, sizes in _gpu_bytes().items():
-        shown = {FULL: "16 bits", DEFAULT_PRESET: f"{name} (default)"}.get(name, name)
         memory.plot([n / 1024 for n in LENGTHS], [size / GB for size in sizes], color=colours[name])
-        above = name == DEFAULT_PRESET
-        memory.annotate(f"{shown}: {sizes[-1] / GB:.1f} GB", (LENGTHS[-1] / 1024, sizes[-1] / GB),
-                        xytext=(0, 5 if above or name == FULL else -13), textcoords="offset points", ha="right",
-                        color=colours[name], fontsize=9)  # fmt: skip
+        shown = "16 bits" if name == FULL else name
+        memory.annotate(
+            f"{shown}\n{sizes[-1] / GB:.1f} GB",
+            (LENGTHS[-1] / 1024, sizes[-1] / GB),
+            xytext=(4, {DEFAULT_PRESET: 2, "eigen-2": -11}.get(name, -4)),
+            textcoords="offset points",
+            va="center",
+            color=colours[name],
+            fontsize=9,
+            weight="bold" if name == DEFAULT_PRESET else "normal",
+        )
     memory.axhline(GPU_MEMORY / GB, color="C3", linestyle="--", linewidth=1)
     memory.annotate(f"a {GPU_MEMORY // GB} GB GPU", (0, GPU_MEMORY / GB), xytext=(3, 3), textcoords="offset points",
                     color="C3", fontsize=9)  # fmt: skip
