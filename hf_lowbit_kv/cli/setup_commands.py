@@ -207,9 +207,7 @@ def fits(
     from ..planning.fits import fits as memory_fits
 
     count = len(names or preset_names())
-    with progress(
-        count, after=2.0, logged=False
-    ) as begin:  # the slow part makes a cache of each preset on the meta device
+    with progress(count, after=2.0) as begin:  # the slow part makes a cache of each preset on the meta device
         table = memory_fits(
             model, context, memory, rows=rows, weights=weights, presets=names, report=lambda name, *_: begin(name)
         )

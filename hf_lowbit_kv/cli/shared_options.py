@@ -261,12 +261,12 @@ def refuse_several_processes(command: str) -> None:
 
 
 @contextmanager
-def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[Any]:
-    """Show a bar on standard error. Yields a function to call with the name of each step, when it begins.
+def progress(total: int, after: float = 0.0) -> Iterator[Any]:
+    """Show a bar on standard error, or a line per step where that is not a terminal. Yields a function to call with the
+    name of each step, when it begins.
 
     Args:
         after: seconds before anything is shown.
-        logged: whether to print a line per step if standard error is not a terminal.
     """
     columns = (
         SpinnerColumn(),
@@ -288,7 +288,7 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
             return
         if console.is_terminal:
             bar.start()
-        elif logged:  # a log has no moving bar
+        else:
             console.print(f"{steps}/{total} {name}")
 
     try:

@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import json
 import re
 from pathlib import Path
@@ -188,3 +189,18 @@ def test_help_at_80_columns_cuts_no_name_and_no_sentence(capfd, monkeypatch, nam
     shown = call(capfd, *name.split(), "--help")[1]
     assert max(map(len, shown.splitlines())) <= 80
     assert not re.search(r"…|[^\]]\.\.\.\s", shown)
+
+
+@pytest.mark.parametrize(("answer", "made"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_the_end_of_input_makes_no_calibration(monkeypatch, answer, made):
+    from hf_lowbit_kv.calibration import calibration_cost
+    from hf_lowbit_kv.cli import missing_calibrations, recommend_command
+
+    calls = []
+    monkeypatch.setattr(recommend_command, "_can_ask", lambda: True)
+    monkeypatch.setattr(calibration_cost, "cost", lambda *_: "1 s")
+    monkeypatch.setattr(missing_calibrations, "lacking", lambda *_: ["eigen-2"])
+    monkeypatch.setattr(missing_calibrations, "make", lambda *_: calls.append(1))
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    recommend_command._calibrate_first(None, None, None, None, {}, None, [Path("a.txt")], Path("b.txt"))
+    assert bool(calls) == made
