@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hf_lowbit_kv.installation import need
+
 if TYPE_CHECKING:
     import torch
 
@@ -95,6 +97,8 @@ def join() -> Processes:
     if process_count() == 1:
         return ONE_PROCESS
     import torch
+
+    need("sharing an evaluation", "eval", "accelerate")
     from accelerate import PartialState
 
     # without a GPU, ask accelerate for the CPU: otherwise it may find other devices that cannot communicate

@@ -7,7 +7,6 @@ would write the code.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from hf_lowbit_kv.cache.served_models import longest_text
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay
 from hf_lowbit_kv.eval.texts import read_text
+from hf_lowbit_kv.installation import need
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -174,8 +174,7 @@ def heat_map(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 def check_picture(path: Path) -> None:
     """Raise before the measurement if the picture could not be written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("pictures need matplotlib: pip install 'hf-lowbit-kv[eval]'")
+    need("--picture", "eval", "matplotlib")
     if not path.parent.is_dir():
         raise ValueError(f"--picture {str(path)!r}: there is no folder {str(path.parent)!r}")
 

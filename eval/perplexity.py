@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import DynamicCache
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
@@ -246,7 +246,7 @@ def score(
     steps = len(rows) * context * (exact + len(factories))
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output belongs to the caller
-    with Progress(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
+    with _Bar(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
         for first in range(0, len(rows), batch):
             group_rows = rows[first : first + batch]
@@ -267,6 +267,18 @@ def score(
     of_windows = {name: processes.gather(scores) for name, scores in by_preset.items()}
     by_text = [[row for row, (number, _, _) in enumerate(everything) if number == text] for text in range(len(pieces))]
     return {name: [Scores.joined([all_[row] for row in rows]) for rows in by_text] for name, all_ in of_windows.items()}
+
+
+class _Bar(Progress):
+    """A bar on a terminal, and elsewhere a line for each tenth."""
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        task = self.tasks[task_id]
+        total = task.total or 1
+        before = int(10 * task.completed / total)
+        super().advance(task_id, advance)
+        if (tenth := int(10 * task.completed / total)) > before and not (self.console.is_terminal or self.disable):
+            self.console.print(f"{10 * tenth} % of {total:,.0f} tokens", highlight=False)
 
 
 def check_window(model: Any, context: int, start: int) -> None:

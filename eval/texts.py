@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .local_models import MissingPackageError
+from hf_lowbit_kv.installation import need
 
 #: file endings, and the names of the loaders that `datasets` has for them
 LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
@@ -64,8 +63,7 @@ def dataset_text(
 
 
 def _load(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
-    if importlib.util.find_spec("datasets") is None:
-        raise MissingPackageError("--dataset needs the package datasets: pip install 'hf-lowbit-kv[eval]'")
+    need("--dataset", "eval", "datasets")
     import datasets
 
     path = Path(name)

@@ -37,6 +37,7 @@ PAGES = (
     "docs/results.md",
     "docs/results-smollm2.md",
     "docs/choose.md",
+    "docs/calibrate.md",
     "docs/dev/calibrated-presets.md",
     "docs/quantized-weights.md",
     "docs/several-gpus.md",
@@ -82,7 +83,7 @@ def load(accuracy: Path = measure.OUT) -> list[PresetRow]:
 
 
 def bits(preset: str) -> float:
-    """Bits per number at `BITS_AT` tokens, including metadata, window and parameters."""
+    """Bits per value at `BITS_AT` tokens, including metadata, window and parameters."""
     return lb.get_preset(preset).spec().bits_per_value(BITS_AT, HEAD_DIM)
 
 
@@ -252,6 +253,7 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "own": own_table,
     "ratios": ratios_table,
     "front": lambda rows: model_tables.front_table(),
+    "worth": lambda rows: model_tables.worth_table(),
     "models": lambda rows: model_tables.models_table(),
     "small-model": lambda rows: model_tables.models_table(model_tables.SMALL),
     "tasks": lambda rows: model_tables.tasks_table(),

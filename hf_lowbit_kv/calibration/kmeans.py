@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..installation import install_extra
 from ..triton_kernels.determinism import deterministic
 
 #: largest number of points used per centroid
@@ -51,7 +52,7 @@ def _faiss_package() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise ImportError("calibration on a CPU needs faiss: pip install 'hf-lowbit-kv[calibrate]'") from error
+        raise ImportError(f"calibration on a CPU needs faiss: {install_extra('calibrate')}") from error
     return faiss
 
 

@@ -50,7 +50,7 @@ def demo(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question about a text with the full-precision cache and with presets, and compare the answers."""
+    """Answer a question about a text with and without low-bit caches."""
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(PRESETS)])
     from ..eval.demo import compare, default_prompt

@@ -9,8 +9,9 @@ import typer
 
 from ..eval import data_parallel
 from ..eval.local_models import default_texts
+from ..installation import need
 from ..presets import get_preset
-from .every_command import add_command, need
+from .every_command import add_command
 from .shared_options import (
     MEASURING,
     CalibrationOption,
@@ -69,7 +70,7 @@ def lm_eval(
     Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
     """
-    need("eval", "lm_eval")
+    need("this command", "eval", "lm_eval")
     names = [name for name in split_names(preset) if name != "full"]
     for name in names:
         get_preset(name)
@@ -152,7 +153,7 @@ def protocol(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the evaluations of papers: perplexity of WikiText-2 in chunks of 16 tokens, or GSM8K and LongBench.
+    """Measure as papers do: WikiText-2, GSM8K and LongBench. WikiText-2 is read in chunks of 16 tokens.
 
     With --name kivi, all other options go to lm-eval, e.g. --limit 200.
     """
@@ -175,7 +176,7 @@ def protocol(
         return
     if windows:
         raise ValueError("--windows is not allowed with --name kivi")
-    need("eval", "lm_eval")
+    need("this command", "eval", "lm_eval")
     task_names = protocols.check_kivi(split_names(tasks))
     if dataset is not None:
         for task_name in task_names:
@@ -241,7 +242,7 @@ def needle(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hide a fact in a text at several depths and lengths, and measure whether the model finds it with each preset."""
+    """Measure whether the model finds a fact in a text. It is hidden at several depths and lengths."""
     names = resolve_presets(preset)
     from ..eval import needle as task
 
@@ -283,7 +284,7 @@ def perplexity(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare each preset with the full-precision cache: perplexity, KL divergence, top-1 agreement."""
+    """Measure perplexity, KL divergence and top-1 agreement."""
     names = resolve_presets(preset)
     if start >= context - 1:
         raise ValueError(
@@ -356,7 +357,9 @@ def _print_positions(rows: list[dict[str, Any]]) -> None:
         print_table(f"{metric} by position", cells)
 
 
-eval_app = typer.Typer(help="Compare presets with the full-precision cache.", no_args_is_help=True)
+eval_app = typer.Typer(
+    help="Compare presets with the full-precision cache.", no_args_is_help=True, rich_markup_mode=None
+)
 #: commands that can run in several processes
 SHARED = ("perplexity", "lm-eval")
 

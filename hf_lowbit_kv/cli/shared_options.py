@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..eval.data_parallel import process_count
-from ..eval.local_models import AUTO, load_model, model_name
+from ..eval.local_models import AUTO, check_bundled_model, load_model, model_name
 from ..folders import check_model_folder
 from ..presets import get_preset
 
@@ -46,8 +46,10 @@ PresetOption = Annotated[
 
 
 def check_model(name: str | None) -> str | None:
-    """The value of `--model`, if it is not a folder that is missing."""
-    if name is not None:
+    """The value of `--model`, if it is not a folder that is missing. Without one, the bundled model must be installed."""
+    if name is None:
+        check_bundled_model()
+    else:
         check_model_folder("--model", name)
     return name
 
@@ -227,12 +229,12 @@ def refuse_several_processes(command: str) -> None:
 
 
 @contextmanager
-def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[Any]:
-    """Show a bar on standard error. Yields a function to call with the name of each step, when it begins.
+def progress(total: int, after: float = 0.0) -> Iterator[Any]:
+    """Show a bar on standard error, or a line per step where that is not a terminal. Yields a function to call with the
+    name of each step, when it begins.
 
     Args:
         after: seconds before anything is shown.
-        logged: whether to print a line per step if standard error is not a terminal.
     """
     columns = (
         SpinnerColumn(),
@@ -254,7 +256,7 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
             return
         if console.is_terminal:
             bar.start()
-        elif logged:  # a log has no moving bar
+        else:
             console.print(f"{steps}/{total} {name}")
 
     try:

@@ -67,7 +67,7 @@ def test_a_budget_chooses():
     assert within(Budget(5, None, 100), found, most=1) == ["four"]
     assert within(Budget(None, 240, 100), found) == ["two"]
     with pytest.raises(
-        ValueError, match=r"no preset meets 2 bits per number at 100 tokens; the nearest is 'two' with 2\.40"
+        ValueError, match=r"no preset meets 2 bits per value at 100 tokens; the nearest is 'two' with 2\.40"
     ):
         within(Budget(2, None, 100), found)
     with pytest.raises(ValueError, match=r"no preset meets 100 bytes at 9 tokens in 4 rows; the nearest is 'two'"):
