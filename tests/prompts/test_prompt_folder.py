@@ -214,12 +214,6 @@ def test_a_full_disk(model, tmp_path, small_files):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="mine' is a file; texts are kept in a folder"):
-        lb.PrefixStore(folder=tmp_path / "mine")
-
-
 def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):
     want = {seed: generated(model, text(100, seed), None, 4)[0] for seed in range(3)}
     for _ in range(6):

@@ -127,7 +127,7 @@ def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
     monkeypatch.setattr(choice, "why_gpu_cannot_launch", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: "needs NVRTC")
     with pytest.raises(
-        RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
+        ValueError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
     ):
         _summary()
 
