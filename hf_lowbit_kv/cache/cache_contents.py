@@ -13,32 +13,12 @@ import numpy as np
 import torch
 
 from ..storage.content_digests import digest
+from ..storage.layer_contents import LayerContents, put_tokens, take_tokens
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import PagedStore
-from ..storage.stored_tokens import StoredTokens, in_layout_of, put_tokens, take_tokens
 from .filled_by import FilledBy, snapshot_of
 from .low_bit_layer import LowBitLayer
 from .model_positions import Values
 from .native_layer_contents import NativeContents, contents_of, put_contents
-
-
-class LayerContents(NamedTuple):
-    """The contents of one packed layer."""
-
-    spec: LayerSpec
-    """with the layouts in which `tokens` are"""
-    tokens: StoredTokens
-    heads: int
-    widths: tuple[int, int]
-    dtype: torch.dtype
-    seen: int
-    """padded tokens"""
-    in_tail: int
-    """lower bound of the unpacked newest tokens of every row"""
-    mode: str
-    """"packed" or "dense", see `LowBitLayer`"""
-    padding: list[tuple[int, torch.Tensor]]
-    """masks of padding, bool `[B, n]`, and the position at which each begins"""
 
 
 class CacheContents(NamedTuple):
@@ -60,12 +40,12 @@ def restorable(contents: CacheContents, match: int) -> int:
     """How many tokens of a text can be restored from the one row of these contents, if both texts have the first `match`
     tokens in common. If the match ends with the contents, or inside the window: all of them. Otherwise whole pages
     (`whole_pages`); none with native layers, which have only the state at the end."""
-    layers = [(layer.spec, layer.tokens) for layer in contents.layers.values()]
-    if match == layers[0][1].lengths[0]:
+    layers = list(contents.layers.values())
+    if match == layers[0].lengths[0]:
         return match
     if contents.native_layers:
         return 0
-    paged = [(spec, tokens.paged[0]) for spec, tokens in layers]
+    paged = [(layer.spec, layer.paged[0]) for layer in layers]
     in_window = match > max(spec.sink + count for spec, count in paged)
     return match if in_window else whole_pages(paged, match)
 
@@ -124,18 +104,13 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
             copies = None if tokens is None else (tokens[0][rows].clone(), tokens[1][rows].clone())
             native_layers[index] = NativeContents(seen, copies, {name: x[rows].clone() for name, x in states.items()})
         elif (store := layer.store) is not None and layer.length.read_count():
-            of_layer = take_tokens(store, None if row is None else [row], first_page, shared)
-            sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype
-            counts = layer.length.read_count(), layer._in_tail, layer._mode or "packed"
-            padding = [(int(start), mask) for start, mask in layer._padding._noted] if row is None else []
-            packed[index] = LayerContents(store.spec, of_layer, *sizes, *counts, padding)
-    values = cache.positions.values
-    if row is not None:
-        return CacheContents(packed, native_layers, None, cache.positions.of_rows([row]))
-    read = None
-    if packed and (lengths := cache.read_lengths) is not None:
-        read = lengths.first_read(cache), lengths.whole(cache) is None
-    return CacheContents(packed, native_layers, cache.text, None if values is None else dict(values), read)
+            packed[index] = take_tokens(store, None if row is None else [row], first_page, shared)._replace(
+                seen=layer.length.read_count(),
+                in_tail=layer._in_tail,
+                mode=cache.facts.mode or "packed",
+                padding=[(int(start), mask) for start, mask in layer._padding._noted] if row is None else [],
+            )
+    return CacheContents(packed, native_layers, **cache.facts.contents(cache, row))
 
 
 @torch.no_grad()
@@ -147,19 +122,13 @@ def put(cache: Any, contents: CacheContents, model: Any) -> None:
     for index, part in contents.layers.items():
         _prepare(cache.layers[index], part, device_of(index))
     layers = [(cache.layers[index], part) for index, part in contents.layers.items()]
-    put_tokens([layer.store for layer, _ in layers], [_for_store(layer.store, part) for layer, part in layers])
+    put_tokens([layer.store for layer, _ in layers], list(contents.layers.values()))
     for layer, part in layers:
         _put_facts(layer, part)
     for index, contents_of_layer in contents.native_layers.items():
         put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
-    cache.text = contents.text
-    if contents.positions is not None:
-        cache.positions.values = dict(contents.positions)
-        cache.positions.give_back(model)
-    if cache.read_lengths is not None and contents.read is not None:
-        cache.read_lengths.restored(*contents.read)
     cache.guard.forget()
-    cache.packed_layers[0].filled_by = FilledBy(snapshot_of(model, cache.packed_sizes))
+    cache.facts.put(contents, FilledBy(snapshot_of(model, cache.packed_sizes)), model)
 
 
 def layer_devices(model: Any) -> Callable[[int], torch.device]:
@@ -185,7 +154,7 @@ def layer_devices(model: Any) -> Callable[[int], torch.device]:
 
 def _prepare(layer: LowBitLayer, contents: LayerContents, device: torch.device) -> None:
     """Make an empty packed layer ready for these contents."""
-    rows, widths = len(contents.tokens.paged), contents.widths
+    rows, widths = len(contents.paged), contents.widths
     states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
     if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):
         layer.is_initialized = False
@@ -193,16 +162,10 @@ def _prepare(layer: LowBitLayer, contents: LayerContents, device: torch.device) 
         layer.lazy_initialization(*states)
 
 
-def _for_store(store: PagedStore, contents: LayerContents) -> StoredTokens:
-    """The tokens on the device and in the layout of a store."""
-    tokens = contents.tokens.to(store.device)
-    return in_layout_of(tokens, contents.spec, store.spec, contents.widths, contents.dtype)
-
-
 def _put_facts(layer: LowBitLayer, contents: LayerContents) -> None:
     """Let a layer know what its store has got."""
     layer._forget()
     layer.length.set(contents.seen)
-    layer._in_tail, layer._mode = contents.in_tail, contents.mode
+    layer._in_tail = contents.in_tail
     for start, mask in contents.padding:
         layer._padding.note(start, mask.to(layer.device))

@@ -26,7 +26,7 @@ from ..folders import named_path
 from ..formats import Format, parse_format
 from ..per_layer import LayerTensors, PerLayer, check_layer, layer_parameters, layer_specs
 from ..presets import SINK_TOKENS
-from ..storage.content_digests import EmbeddedRows, fingerprint_of, rows_digest
+from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import LayerSpec, check_count
 from ..storage.row_memory import RowMemory
 from ..storage.transforms import Transform, parse_transform
@@ -52,6 +52,7 @@ from .packed_layers import packed_sides, readers, stream_sizes
 from .pass_guard import PassGuard
 from .served_models import check_attention_kind, check_split_heads, text_config, tp_size, unwrap
 from .spoiled_keys import warn_of_spoiled_keys
+from .text_facts import TextFacts
 from .token_counts import Seen
 
 
@@ -100,13 +101,8 @@ class LowBitCache(Cache, PushToHubMixin):
         True
     """
 
-    _text: torch.Tensor | None = None
-    #: of the text
-    _embedded_rows: EmbeddedRows | None = None
     #: tokens of each row that the last call of `generate` took from its prefix store
     cached_tokens: int = 0
-    #: whether it has warned, since the last reset, that another attention implementation makes it slow
-    _warned = False
 
     def __init__(
         self,
@@ -172,8 +168,11 @@ class LowBitCache(Cache, PushToHubMixin):
             layers[index] = LowBitLayer(specs[index], config, heads, max_cache_len, backend, ranks, model_side, tensors)
             layers[index].readers = readers(config, index)
         self.guard = PassGuard(packed[0], [i for i, layer in enumerate(layers) if isinstance(layer, SLIDING)])
+        rope = length_rope(config)
+        self.facts = TextFacts(None if rope is None else ReadLengths(rope))
         for index in packed:
-            layers[index].guard, layers[index].memories = self.guard, layers[packed[0]].memories
+            layers[index].guard, layers[index].facts = self.guard, self.facts
+            layers[index].memories = layers[packed[0]].memories
         layers[packed[0]].first_packed = True
         super().__init__(layers=layers)
         counted = collections.Counter(specs.values())
@@ -183,9 +182,6 @@ class LowBitCache(Cache, PushToHubMixin):
         self._first_packed_index, self._overrun = packed[0], OverrunWatch()
         # if layers differ, the one that is full first: all layers get the same tokens
         self._least_room_index = min(packed, key=lambda index: specs[index].room_for(max_cache_len or 0))
-        rope = length_rope(config)
-        self.read_lengths = None if rope is None else ReadLengths(rope)
-        self.positions = ModelPositions()
         self._calibrated: Calibrated | None = None
         # `lb.generate`, which borrows, compares in each call
         if made_for and not (allow_other_weights or isinstance(calibration, calibration_lookup.Borrowed)):
@@ -200,23 +196,28 @@ class LowBitCache(Cache, PushToHubMixin):
     # ---- contents -------------------------------------------------------------------------------------------------
 
     @property
-    def text(self) -> torch.Tensor | None:
-        """ids int64 `[B, n]` of the tokens that `hf_lowbit_kv.generate` has stored here since the last reset, if known. For a
-        prompt of embeddings, their sums instead (`stored_text`)."""
-        return self._text
-
-    @text.setter
-    def text(self, text: torch.Tensor | None) -> None:
-        model, self._text, self._embedded_rows = self.model.alive(), text, None
-        if text is not None and not text.is_floating_point() and model is not None:
-            self._embedded_rows = EmbeddedRows.of(model)
-            if self._embedded_rows is not None:
-                self._embedded_rows.add(text)
-
-    @property
     def packed_layers(self) -> list[LowBitLayer]:
         """The packed layers; the others are transformers' own."""
         return [layer for layer in self.layers if isinstance(layer, LowBitLayer)]
+
+    @property
+    def text(self) -> torch.Tensor | None:
+        """`TextFacts.ids`."""
+        return self.facts.ids
+
+    @text.setter
+    def text(self, ids: torch.Tensor | None) -> None:
+        self.facts.know(ids, self.model.alive())
+
+    @property
+    def positions(self) -> ModelPositions:
+        """`TextFacts.positions`."""
+        return self.facts.positions
+
+    @property
+    def read_lengths(self) -> ReadLengths | None:
+        """`TextFacts.read_lengths`."""
+        return self.facts.read_lengths
 
     @property
     def memories(self) -> list[RowMemory]:
@@ -274,9 +275,9 @@ class LowBitCache(Cache, PushToHubMixin):
         if layer is self._first_packed_layer and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
             self._first_packed_layer.length.sync_counts([each.length for each in self.packed_layers])
-        if layer is self._first_packed_layer and not self._warned and not layer.attends_packed:
+        if layer is self._first_packed_layer and not self.facts.warned and not layer.attends_packed:
             layer.check(tokens, {})  # a pass that is refused gets no warning
-            self._warned = True
+            self.facts.warned = True
             warn_if_dense(layer.config, layer.holds_packed)
         if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
@@ -355,11 +356,8 @@ class LowBitCache(Cache, PushToHubMixin):
                     layer.cut(count)
             if count:
                 self._first_packed_layer.own_pages()
-        left = int(self._first_packed_layer.get_seq_length()) if count else None
-        if count and self.text is not None:
-            self.text = self.text[:, :left]
-        if left == 0 and self.read_lengths is not None:
-            self.read_lengths.forget()
+        if count:
+            self.facts.crop(int(self._first_packed_layer.get_seq_length()))
 
     def remove_newest(self, tokens: torch.Tensor, stored: torch.Tensor) -> None:
         """Remove each row's newest tokens, which a mask hides, from the packed layers. See `LowBitLayer.remove_newest`."""
@@ -375,7 +373,6 @@ class LowBitCache(Cache, PushToHubMixin):
         if first.is_initialized:
             indices = torch.arange(first.batch_size, device=first.device)[indices.to(first.device)]
         interrupted = self.guard.changing
-        text = None if self.text is None else self.text[indices.to(self.text.device)]
         changes = [memory.selecting(indices) for memory in self.memories]  # these may refuse
         self.guard.changing = True  # until all layers have these rows
         for change in changes:
@@ -386,8 +383,8 @@ class LowBitCache(Cache, PushToHubMixin):
                 continue
             with writable_anywhere(layer):
                 layer.reorder_cache(indices)  # some of transformers' layers have only this method
-        self.guard.changing, self.text = interrupted, text
-        self.positions.select(indices)
+        self.guard.changing = interrupted
+        self.facts.select(indices)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row `b` becomes row `beam_idx[b]` (integers `[n]`)."""
@@ -506,10 +503,7 @@ class LowBitCache(Cache, PushToHubMixin):
         super().reset()
         self._overrun.forget()
         self.guard.forget()
-        self.text, self._warned = None, False
-        if self.read_lengths is not None:
-            self.read_lengths.forget()
-        self.positions = ModelPositions()
+        self.facts.reset()
 
     def fork(self, n: int = 1, *, max_cache_len: int | None = None) -> list[LowBitCache]:
         """`n` caches with the same tokens, for texts that continue differently. This cache is not changed.
@@ -555,11 +549,7 @@ class LowBitCache(Cache, PushToHubMixin):
     def _fork(self, contents: Sequence[Contents], max_cache_len: int | None, memo: dict[int, Any]) -> LowBitCache:
         config = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
-        shared = {
-            "_text": self._text,
-            "_embedded_rows": self._embedded_rows,
-            "packed_sizes": self.packed_sizes,
-        }  # never changed
+        shared = {"packed_sizes": self.packed_sizes}  # never changed
         attributes = {name: value for name, value in self.__dict__.items() if name != "layers" and name not in shared}
         new.__dict__.update(copy.deepcopy(attributes, memo), **shared)
         of_packed = iter(contents)
@@ -573,7 +563,7 @@ class LowBitCache(Cache, PushToHubMixin):
         ]
         memories = {paging: each for packed in new.packed_layers for paging, each in packed.memories.items()}
         for packed in new.packed_layers:
-            packed.guard, packed.memories = new.guard, memories
+            packed.guard, packed.facts, packed.memories = new.guard, new.facts, memories
         if config is self.config:
             del memo[id(self.config)]  # other objects in the copy are not shared
         return new
@@ -648,12 +638,13 @@ class LowBitCache(Cache, PushToHubMixin):
         first = self._first_packed_layer
         if not first.first_packed:  # the pool knows which texts its rows hold
             return
-        if first.length.at_least == 0 or first.filled_by is None:
+        filled_by = self.facts.filled_by
+        if first.length.at_least == 0 or filled_by is None:
             snapshot = self._snapshot()
             if self._calibrated is not None and snapshot is not None:
                 self._calibrated = self._calibrated.check(snapshot, self.model.alive(), self.packed_sizes)
-            first.filled_by = FilledBy(snapshot)
-        elif tokens > 1 and first.filled_by.running is None:  # otherwise the attention function knows the running model
+            self.facts.filled_by = FilledBy(snapshot)
+        elif tokens > 1 and filled_by.running is None:  # otherwise the attention function knows the running model
             self.check_model()
 
     def _snapshot(self, model: Any = None) -> ModelSnapshot | None:
@@ -667,18 +658,12 @@ class LowBitCache(Cache, PushToHubMixin):
         Args:
             model: unwrapped; `None`: the one that the cache was made for.
         """
-        first = self._first_packed_layer
-        if first.filled_by is None or not int(first.get_seq_length()) or (now := self._snapshot(model)) is None:
+        filled_by, stored = self.facts.filled_by, int(self._first_packed_layer.get_seq_length())
+        if filled_by is None or not stored or (now := self._snapshot(model)) is None:
             return None
-        if (reason := first.filled_by.difference(now)) is not None or (was := self._embedded_rows) is None:
-            return reason
-        assert self.text is not None
-        if first.filled_by.running is not None:
-            return None  # the rows are those of the model that the cache was made for
-        model = self.model.alive() if model is None else model
-        if was is EmbeddedRows.of(model) or rows_digest(model, self.text) in (was.digest(self.text), None):
-            return None
-        return "the embedding of a token of the text has other numbers"
+        if (reason := filled_by.difference(now)) is not None or filled_by.running is not None:
+            return reason  # of a running model, the rows are those of the model that the cache was made for
+        return self.facts.why_other_rows(self.model.alive() if model is None else model)
 
     def check_model(self, model: Any = None) -> None:
         """Raise `ValueError` if another model, or another adapter, computed the stored tokens (`why_another_model`)."""

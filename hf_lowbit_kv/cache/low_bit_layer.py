@@ -21,10 +21,11 @@ from ..storage.row_memory import RowMemory, fork_stores
 from ..storage.step import StepInputs
 from ..triton_kernels.toolchain import why_gpu_cannot_launch
 from .cache_argument import GENERATE_KEEPS_MASKS
-from .filled_by import FilledBy, another_model
+from .filled_by import another_model
 from .implementation import ATTENTION_NAME, PACKED, refuse_backward
 from .layer_view import LayerView
 from .pass_guard import PassGuard
+from .text_facts import TextFacts
 from .token_counts import DeviceLength, Length, Padding, Seen, fork_lengths
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
@@ -85,7 +86,6 @@ class LowBitLayer(CacheLayerMixin):
     new_token_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     # `_forget` sets and describes these
     _in_tail: int
-    filled_by: FilledBy | None
     _padding: Padding
 
     def __init__(
@@ -110,7 +110,8 @@ class LowBitLayer(CacheLayerMixin):
         self.why_not_compiled = why_gpu_cannot_launch() if self.length.fixed else None
         self.is_compileable = self.length.fixed and self.why_not_compiled is None
         self.store: PagedStore | None = None
-        self.guard = PassGuard()  # `LowBitCache` replaces it by the guard that its layers share
+        # `LowBitCache` replaces these by what its layers share
+        self.guard, self.facts = PassGuard(), TextFacts()
         #: by paging, the memory of the rows, which a cache's layers share
         self.memories: dict[Any, RowMemory] = {}
         self._forget()
@@ -192,7 +193,7 @@ class LowBitLayer(CacheLayerMixin):
     @property
     def holds_packed(self) -> bool:
         """Whether tokens have come under our attention implementation since the last reset."""
-        return self._mode == "packed"
+        return self.facts.mode == "packed"
 
     def _current_mode(self) -> str:
         return "packed" if self.attends_packed else "dense"
@@ -322,7 +323,7 @@ class LowBitLayer(CacheLayerMixin):
         new = memo[id(self)] = type(self).__new__(type(self))
         # all other attributes are never changed, only replaced
         new.__dict__.update(self.__dict__)
-        new.store, new.length, new.guard = *contents, copy.deepcopy(self.guard)
+        new.store, new.length, new.guard, new.facts = *contents, copy.deepcopy(self.guard), self.facts.fork()
         new.memories = {} if new.store is None else {new.spec.paging: new.store.memory}
         new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
         new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
@@ -345,11 +346,11 @@ class LowBitLayer(CacheLayerMixin):
     def check_module(self, module: torch.nn.Module, tokens: int) -> None:
         """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and
         has other weights. Waits for the device then."""
-        if not self.first_packed or torch.compiler.is_compiling() or self.filled_by is None:
+        if not self.first_packed or torch.compiler.is_compiling() or (filled_by := self.facts.filled_by) is None:
             return
         if self.length.at_least == 0:
-            self.filled_by = self.filled_by.running_on(module)
-        elif tokens > 1 and (reason := self.filled_by.why_not(module)) is not None:
+            self.facts.filled_by = filled_by.running_on(module)
+        elif tokens > 1 and (reason := filled_by.why_not(module)) is not None:
             raise ValueError(another_model(reason))
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
@@ -444,14 +445,10 @@ class LowBitLayer(CacheLayerMixin):
         return out
 
     def _forget(self) -> None:
-        # "packed" (our attention) or "dense" (any other) since the last reset
-        self._mode: str | None = None
         # at least this many of every row's newest tokens are not packed yet
         self._in_tail = 0
         self._padding = Padding()
         self.new_token_masks = None, None
-        # the model that computed these tokens, in the cache's first packed layer
-        self.filled_by = None
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep the numbers that `crop` needs, so that it need not ask the device."""
@@ -471,14 +468,14 @@ class LowBitLayer(CacheLayerMixin):
         """Count `tokens` more tokens, and see to pages for them, which a cache has done before its first layer."""
         if not torch.compiler.is_compiling():
             self.store.reserve(self.length.at_least + tokens)
-            self._mode, self.guard.changing = mode, True
+            self.facts.mode, self.guard.changing = mode, True
             self.guard.passes += self.first_packed
         self.length.add(tokens)
 
     def snapshot(self) -> Progress:
         """The rows' counters, for `restore`. Waits for the device."""
         state = self.store.state
-        return Progress(state.length.clone(), state.paged.clone(), self.length.read_count(), self._mode)
+        return Progress(state.length.clone(), state.paged.clone(), self.length.read_count(), self.facts.mode)
 
     def restore(self, progress: Progress) -> None:
         """Set the counters back to `progress`, for measurements that repeat a step on a layer. Tokens are not restored:
@@ -487,7 +484,7 @@ class LowBitLayer(CacheLayerMixin):
         state.length.copy_(progress.length)
         state.paged.copy_(progress.paged)
         self._forget()
-        self._mode = progress.mode
+        self.facts.mode = progress.mode
         self.length.set(progress.seen)
 
     def check_crop(self, tokens_to_remove: int) -> int:
@@ -511,7 +508,7 @@ class LowBitLayer(CacheLayerMixin):
         for name, (new, old) in self._misfits(properties).items():
             if int(self.get_seq_length()) > 0:
                 raise ValueError(f"got {name} {new}, but the cache holds {old}: use another cache, or reset() it first")
-        changed = self._mode not in (None, mode) and int(self.get_seq_length()) > 0
+        changed = self.facts.mode not in (None, mode) and int(self.get_seq_length()) > 0
         if changed and (mode == "packed" or self.holds_padded_rows()):
             raise ValueError(
                 f"the attention implementation changed to {self.config._attn_implementation!r} while the cache holds "

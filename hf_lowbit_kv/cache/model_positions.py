@@ -46,12 +46,6 @@ class ModelPositions:
         self.values: Values | None = None
         self._present: list[Any] = []  # the model's own objects
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelPositions:
-        """A copy shares the tensors, which never change."""
-        new = ModelPositions()
-        new.values, new._present = self.values, self._present
-        return new
-
     def note(self, model: Any, rows: int, goes_on: bool) -> None:
         """A pass of the model begins, which has computed its positions. rows: of the cache. goes_on: the cache holds tokens.
 

@@ -28,9 +28,9 @@ from ..calibration_files import calibration_lookup
 from ..folders import try_folder
 from ..presets import why_not_of
 from ..storage.content_digests import difference, digest, fingerprint_of, rows_digest
+from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
-from ..storage.stored_tokens import StoredTokens
-from .cache_contents import CacheContents, LayerContents
+from .cache_contents import CacheContents
 from .checked_tensors import UninterpretableError, read_tensors, write_tensors
 from .model_positions import keeps_positions
 from .native_layer_contents import NativeContents
@@ -124,10 +124,10 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
     tensors, layers, native_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
     names: dict[int, str] = {}
     for index, layer in contents.layers.items():
-        tokens, prefix = layer.tokens, f"layers.{index}"
-        tensors[f"{prefix}.pages"] = torch.cat(tokens.slabs) if len(tokens.slabs) != 1 else tokens.slabs[0]
-        tensors[f"{prefix}.table"] = tokens.table.int()
-        for part, pairs in (("sink", tokens.sinks), ("tail", tokens.tails)):
+        prefix = f"layers.{index}"
+        tensors[f"{prefix}.pages"] = torch.cat(layer.slabs) if len(layer.slabs) != 1 else layer.slabs[0]
+        tensors[f"{prefix}.table"] = layer.table.int()
+        for part, pairs in (("sink", layer.sinks), ("tail", layer.tails)):
             for side, parts in zip(_SIDES, zip(*pairs, strict=True), strict=True):
                 tensors[f"{prefix}.{part}.{side}"] = torch.cat(parts, dim=1)
         for _, mask in layer.padding:  # layers share them
@@ -141,9 +141,9 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
             "seen": layer.seen,
             "in_tail": layer.in_tail,
             "mode": layer.mode,
-            "paged": tokens.paged,
-            "sinks": [pair[0].shape[1] for pair in tokens.sinks],
-            "tails": [pair[0].shape[1] for pair in tokens.tails],
+            "paged": layer.paged,
+            "sinks": [pair[0].shape[1] for pair in layer.sinks],
+            "tails": [pair[0].shape[1] for pair in layer.tails],
             "padding": [(start, names[id(mask)]) for start, mask in layer.padding],
         }
     for index, layer_contents in contents.native_layers.items():
@@ -360,10 +360,13 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
             int(index): _layer_contents(fields, f"layers.{index}", tensors)
             for index, fields in description["layers"].items()
         }
+        texts = {(*layer.lengths, layer.seen) for layer in layers.values()}
+        if layers and (len(texts) > 1 or layers.keys() != {int(index) for index in description["specs"]}):
+            raise ValueError("not all layers hold the text")
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UninterpretableError(f"the saved cache has a layer that this release does not know: {error}") from error
+        raise UninterpretableError(f"the saved cache has layers that this release does not know: {error}") from error
     native_layers = {
         int(index): NativeContents.from_tensors(
             fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}
@@ -382,27 +385,28 @@ def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str
     for part in ("sink", "tail"):
         parts = [tensors[f"{prefix}.{part}.{side}"].split(fields[f"{part}s"], dim=1) for side in _SIDES]
         pairs[part] = list(zip(*parts, strict=True))
-    tokens = StoredTokens(
+    layer = LayerContents(
+        LayerSpec.parse(fields["spec"]),
         [tensors[f"{prefix}.pages"]],
         tensors[f"{prefix}.table"].cpu().long(),
         fields["paged"],
         pairs["sink"],
         pairs["tail"],
+        None,
+        fields["seen"],
+        fields["in_tail"],
+        fields["mode"],
+        [(start, tensors[name]) for start, name in fields["padding"]],
     )
-    padding = [(start, tensors[name]) for start, name in fields["padding"]]
-    longest, (sink_k, sink_v) = max(tokens.lengths), pairs["sink"][0]
-    shapes = tensors[f"{prefix}.pages"].shape[1], sink_k.shape[-1], sink_v.shape[-1]
-    least, most = longest, longest + sum(mask.shape[1] for _, mask in padding)
+    longest, heads = max(layer.lengths), tensors[f"{prefix}.pages"].shape[1]
+    most = longest + sum(mask.shape[1] for _, mask in layer.padding)
     if (
-        min(fields["paged"]) < 0
-        or not least <= fields["seen"] <= most
-        or (fields["heads"], *fields["widths"]) != shapes
+        min(layer.paged) < 0
+        or not longest <= layer.seen <= most
+        or (fields["heads"], *fields["widths"]) != (heads, *layer.widths)
     ):
         raise ValueError(f"{prefix} has other numbers of tokens, heads or channels than its tensors")
-    sizes = fields["heads"], tuple(fields["widths"]), getattr(torch, fields["dtype"])
-    return LayerContents(
-        LayerSpec.parse(fields["spec"]), tokens, *sizes, fields["seen"], fields["in_tail"], fields["mode"], padding
-    )
+    return layer
 
 
 def options_for(specs: Mapping[int, LayerSpec]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from ..cache.cache_contents import CacheContents, LayerContents, common_prefix, whole_pages
+from ..cache.cache_contents import CacheContents, common_prefix, whole_pages
 from ..cache.model_positions import joined_positions
 from ..cache.native_layer_contents import NativeContents
 from ..storage.content_digests import EmbeddedRows, rows_digest
+from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PinnedPages, Slab
 from ..storage.paged_store import read_pages
-from ..storage.stored_tokens import StoredTokens
 
 
 class PageRange:
@@ -89,12 +89,12 @@ class KeptPrompt:
         seed: str, ids: torch.Tensor, contents: CacheContents, header: dict[str, Any], shared: Shared = ()
     ) -> KeptPrompt:
         """A text whose first pages are in `shared` already, and all others in one slab of each layer."""
-        pages = {index: layer.tokens.slabs[0] for index, layer in contents.layers.items()}
+        pages = {index: layer.slabs[0] for index, layer in contents.layers.items()}
         page_range = PageRange(pages, {index: layer.spec.paging for index, layer in contents.layers.items()})
         page_ranges = list(shared)
         if page_range.count or not page_ranges:  # an empty one has the shapes of pages, for a file
             page_ranges.append((page_range, page_range.count))
-        layers = {index: x._replace(tokens=x.tokens._replace(slabs=[])) for index, x in contents.layers.items()}
+        layers = {index: x._replace(slabs=[]) for index, x in contents.layers.items()}
         return KeptPrompt(seed, ids, page_ranges, contents._replace(layers=layers), header)
 
     @property
@@ -104,11 +104,11 @@ class KeptPrompt:
     @property
     def paging(self) -> list[tuple[LayerSpec, int]]:
         """For each packed layer, its spec and how many tokens are in pages."""
-        return [(layer.spec, layer.tokens.paged[0]) for layer in self.contents.layers.values()]
+        return [(layer.spec, layer.paged[0]) for layer in self.contents.layers.values()]
 
     @property
     def window_bytes(self) -> int:
-        windows = [x for layer in self.contents.layers.values() for x in layer.tokens.tensors()]
+        windows = [x for layer in self.contents.layers.values() for x in layer.tensors()]
         return sum(x.nbytes for x in windows) + sum(
             x.nbytes for contents in self.native_layers.values() for x in contents.tensors().values()
         )
@@ -165,7 +165,7 @@ def equal_pages(prompt: KeptPrompt, cache: Any, row: int, count: int) -> int:
 
 
 def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> CacheContents:
-    """The contents for a cache with these rows: the first `tokens` tokens of each, see `StoredTokens.first`; `None`: all."""
+    """The contents for a cache with these rows: the first `tokens` tokens of each, see `LayerContents.first`; `None`: all."""
     layers = {index: _layer(prompts, index, tokens) for index in prompts[0].contents.layers}
     native_layers = {
         index: _joined([prompt.native_layers[index] for prompt in prompts]) for index in prompts[0].native_layers
@@ -176,8 +176,8 @@ def contents_for(prompts: Sequence[KeptPrompt], tokens: int | None = None) -> Ca
 
 
 def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> LayerContents:
-    parts = [prompt.contents.layers[index].tokens for prompt in prompts]
-    like, spec = prompts[0].contents.layers[index], prompts[0].contents.layers[index].spec
+    parts = [prompt.contents.layers[index] for prompt in prompts]
+    spec = parts[0].spec
     slabs: list[torch.Tensor] = []
     counts: list[Slab] = []
     first: dict[int, int] = {}
@@ -198,12 +198,11 @@ def _layer(prompts: Sequence[KeptPrompt], index: int, tokens: int | None) -> Lay
     for row, ids_of_row in enumerate(rows):
         table[row, : len(ids_of_row)] = ids_of_row
     windows = [part.sinks[0] for part in parts], [part.tails[0] for part in parts]
-    stored = StoredTokens(slabs, table, [part.paged[0] for part in parts], *windows, counts)
+    stored = LayerContents(spec, slabs, table, [part.paged[0] for part in parts], *windows, counts)
     if tokens is not None:
-        stored = stored.first(tokens, spec)
+        stored = stored.first(tokens)
     in_tail = min(tail[0].shape[1] for tail in stored.tails)
-    seen, in_tail = max(stored.lengths), min(in_tail, spec.residual)
-    return like._replace(tokens=stored, seen=seen, in_tail=in_tail, mode="packed")
+    return stored._replace(seen=max(stored.lengths), in_tail=min(in_tail, spec.residual))
 
 
 def _joined(rows: Sequence[NativeContents]) -> NativeContents:

@@ -368,4 +368,4 @@ def _first_pages(page_ranges: list[tuple[PageRange, int]], pages: int) -> list[t
 
 
 def _device_of(prompt: KeptPrompt) -> torch.device:
-    return next(iter(prompt.contents.layers.values())).tokens.sinks[0][0].device
+    return next(iter(prompt.contents.layers.values())).sinks[0][0].device

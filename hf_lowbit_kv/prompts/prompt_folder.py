@@ -195,9 +195,9 @@ def _name(seed: str, ids: torch.Tensor) -> str:
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:
     contents, more = saved_cache.contents_in(description, tensors), description["more"]
     for index, layer in contents.layers.items():
-        (slab,), ids = layer.tokens.slabs, layer.tokens.table[0]
+        (slab,), ids = layer.slabs, layer.table[0]
         if not torch.equal(ids, torch.arange(len(slab))):
             in_order = [read_pages([slab], ids.to(slab.device))]
-            contents.layers[index] = layer._replace(tokens=layer.tokens._replace(slabs=in_order))
+            contents.layers[index] = layer._replace(slabs=in_order)
     header = saved_cache.header_in(description, tensors)
     return KeptPrompt.of(more["seed"], torch.tensor(more["ids"]), contents, header)

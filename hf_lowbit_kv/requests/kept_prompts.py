@@ -1,4 +1,4 @@
-"""Texts that were read before, with which rows of a pool begin: those of a `PrefixStore`, and caches that requests bring."""
+"""Finds reusable prefixes for new rows of a pool: from a `PrefixStore`, or from the cache that a request brings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class KeptPrompts:
             raise ValueError(f"{wrong}: its rotary embeddings are those of a text of another length")
         contents = cache_contents.take(cache, shared=True)
         layers = contents.layers
-        stored = next((layer.tokens.lengths for layer in layers.values()), [])
+        stored = next((layer.lengths for layer in layers.values()), [])
         if contents.text is None or stored != [contents.text.shape[1]]:
             raise ValueError(f"{wrong}: it must hold one row whose text it knows, as lb.generate and lb.Chat leave it")
         match = min(cache_contents.common_prefix(contents.text[0].cpu(), ids), len(ids) - 1)
@@ -94,9 +94,7 @@ class KeptPrompts:
             raise ValueError(f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, too few to use")
         if tokens <= known:
             return None
-        return contents._replace(
-            layers={i: x._replace(tokens=x.tokens.first(tokens, x.spec)) for i, x in layers.items()}
-        )
+        return contents._replace(layers={i: x.first(tokens) for i, x in layers.items()})
 
     def add(self, row: Row, ids: list[int]) -> None:
         """Keep the contents of a row that holds these tokens. Waits for the device."""

@@ -97,7 +97,7 @@ class PoolSteps:
     def check_model(self) -> None:
         """Raise `ValueError` if weights or adapters are others than those that have read the rows. Waits for
         the device."""
-        filled_by, now = self.template.packed_layers[0].filled_by, snapshot_of(self.model, self.template.packed_sizes)
+        filled_by, now = self.template.facts.filled_by, snapshot_of(self.model, self.template.packed_sizes)
         if filled_by is not None and (reason := filled_by.difference(now)) is not None:
             raise ValueError(
                 f"the model has changed between two results: {reason}. All rows are freed; change weights and adapters before "

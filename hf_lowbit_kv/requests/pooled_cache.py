@@ -87,8 +87,9 @@ class PooledCache(LowBitCache):
             for layer in template.layers
         ]
         self._overrun, self.guard = OverrunWatch(), PassGuard(self._first_packed_index)
+        self.facts = template.facts.fork()
         for layer in self.packed_layers:
-            layer.guard = self.guard
+            layer.guard, layer.facts = self.guard, self.facts
 
     def place(self, slot: int) -> None:
         """Use the rows from this slot on."""

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..cache.cache_contents import LayerContents
+from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PagePool, Slab, locate
-from ..storage.stored_tokens import in_layout_of
 from .ring_memory import RingMemory, RingShape
 from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
 
@@ -278,15 +277,13 @@ class RowPool:
             parts: for each layer, in order, the prompt's contents (one row). Layers with the same paging have the same tables.
             rings: see `Prefix`.
         """
-        parts = [
-            part._replace(tokens=part.tokens.to(layer.device)) for part, layer in zip(parts, self.layers, strict=True)
-        ]
+        parts = [part.to(layer.device) for part, layer in zip(parts, self.layers, strict=True)]
         pages: dict[Hashable, list[int]] = {}
         paged: dict[Hashable, int] = {}
         opened: dict[Hashable, list[torch.Tensor]] = {}
         for paging, spec in self._specs.items():
             indices = self.memory.layers_of(paging)
-            tokens = parts[indices[0]].tokens
+            tokens = parts[indices[0]]
             slabs, locations = locate(tokens.slabs, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
             paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
             first = {slab: self._attach(indices, parts, slab) for slab in np.unique(slabs[:full]).tolist()}
@@ -294,27 +291,26 @@ class RowPool:
             pages[paging] = [first[slab] + index for slab, index in numbers[:full]]
             for slab, index in numbers[full:]:
                 opened[paging] = [self._in_layout(i, parts[i], slab, slice(index, index + 1))[0] for i in indices]
-        length = parts[0].tokens.lengths[0]
+        length = parts[0].lengths[0]
         windows: list[list[Pair]] = []
         for group in self.memory.groups:
-            of_group = [parts[i].tokens for i in group.layers]
+            of_group = [parts[i] for i in group.layers]
             windows.append([_stacked([x.sinks[0] for x in of_group]), _stacked([x.tails[0] for x in of_group])])
         return Prefix(length, pages, [x for x, _ in windows], [x for _, x in windows], paged, opened, list(rings))
 
     def _in_layout(self, index: int, part: LayerContents, slab: int, pages: slice = slice(None)) -> torch.Tensor:
         """A slab of a layer, or pages of it, in the layout of the pool."""
-        layer, tokens = self.layers[index], part.tokens._replace(slabs=[part.tokens.slabs[slab][pages]])
-        return in_layout_of(tokens, part.spec, layer.spec, part.widths, part.dtype).slabs[0]
+        return part._replace(slabs=[part.slabs[slab][pages]]).in_layout_of(self.layers[index].spec).slabs[0]
 
     def _attach(self, indices: list[int], parts: Sequence[LayerContents], number: int) -> int:
         """Attach a slab, unless it is attached. Returns the number of its first page."""
-        paging, tokens = self.layers[indices[0]].paging, parts[indices[0]].tokens
+        paging, tokens = self.layers[indices[0]].paging, parts[indices[0]]
         slab = Slab(len(tokens.slabs[number])) if tokens.shared is None else tokens.shared[number]
         pages = self.page_pools[paging]
         if slab in pages.acquired:
             return pages.first_page(pages.slabs.index(slab))
         alike = all(parts[i].spec == self.layers[i].spec for i in indices)
-        memory = [parts[i].tokens.slabs[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
+        memory = [parts[i].slabs[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
         index = pages.attach(slab)
         self.memory.attach(paging, index, memory)
         return pages.first_page(index)

@@ -32,7 +32,7 @@ def test_tokens_change_their_device():
     model = tiny_models("llama")[0]
     cache = cache_of(model, ("int4-channel", "int4-token"), page_size=32, residual=32, sink=8)
     read(model, cache, torch.randint(3, 160, (2, 100)))
-    tokens = take(cache).layers[1].tokens
+    tokens = take(cache).layers[1]
     assert tokens.to(CPU) is tokens
     moved = tokens.to(META)
     assert {tensor.device for tensor in moved.tensors()} == {META}

@@ -253,7 +253,6 @@ STORES = [
     (Case(keys="boosted2-r0.3-random5", values="int8-token", residual=0, heads=1, outliers=True), [70, 0]),
     (Case(heads=1, padded=True, capacity=60, lengths=(1, 1, 1)), [70, 60, 0, 0]),
     (Case(**EIGEN_2, heads=1, padded=True, lengths=(5, 9)), [90, 0]),
-    ([300],),
     (Case(**EIGEN_2, **PAGES | {"residual": 5}, heads=1, lengths=(5,), outliers=True), [200]),
     (Case(**EIGEN_3, heads=1, lengths=(5,), dtype=torch.bfloat16, outliers=True, key_size=2.0**-20), [70]),
     (Case(keys="static-53222110", values="static-4-tn", heads=1, lengths=(5,), value_size=2.0**-8), [70, 0]),
@@ -265,7 +264,7 @@ STORES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "chunks"), some_fast(STORES, {0, 1, 2, 3, 4, 12, 13, 15, 21, 23}))
+@pytest.mark.parametrize(("case", "chunks"), some_fast(STORES, {0, 1, 2, 3, 4, 12, 13, 18, 20}))
 def test_store(case, chunks):
     assert kernels.check_store(fragment(case), chunks), "the chunks are too short for a page"
 

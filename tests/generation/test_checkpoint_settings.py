@@ -105,6 +105,8 @@ def test_a_checkpoint_that_was_saved_without_caching_gets_a_cache(models):
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_cache_is_refused_where_each_step_would_store_the_whole_text(family, padded):
     """In the second step. Gemma 2 does not hand `use_cache` to its layers, but positions that begin again."""
+    if NAME == "past_key_values":
+        pytest.skip("this transformers passes caches no positions")
     model = (tiny_mla if family == "deepseek_v3" else tiny_models)(family)[0]
     model.generation_config.use_cache = False
     ids, mask = left_padded(2, 40)

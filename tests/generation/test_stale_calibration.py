@@ -317,7 +317,7 @@ def test_tensors_of_inference_mode_have_no_version(model):
 
 def test_calibration_given_twice_is_refused(model):
     options = {**OPTIONS, "calibration": "b.safetensors"}
-    message = r"calibration='a\.safetensors' and cache_options\['calibration'\]='b\.safetensors' are both given"
+    message = r"calibration= and cache_options\['calibration'\] are both given"
     with pytest.raises(ValueError, match=message):
         written(model, calibration="a.safetensors", cache_options=options)
     calibration = calibration_of(model, 1)

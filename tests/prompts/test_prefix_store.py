@@ -491,7 +491,7 @@ def test_sizes():
 
 def test_a_cache_has_its_own_prefix(model):
     first = lb.generate(model, text(5, 1), max_new_tokens=2, max_cache_len=50, return_dict_in_generate=True, **GREEDY)
-    with pytest.raises(ValueError, match="prefixes and past_key_values are both given"):
+    with pytest.raises(ValueError, match="prefixes are for a new cache"):
         lb.generate(
             model, text(9, 1), max_new_tokens=2, past_key_values=first.past_key_values, prefixes=lb.PrefixStore()
         )

@@ -15,7 +15,7 @@ from hf_lowbit_kv.prompts import kept_prompt, prompt_folder
 from hf_lowbit_kv.requests import pool_steps
 from hf_lowbit_kv.requests.request_loop import RequestLoop
 from hf_lowbit_kv.requests.slot_memory import SlotMemory
-from hf_lowbit_kv.storage import stored_tokens
+from hf_lowbit_kv.storage import layer_contents
 
 PAGE = SMALL_PAGES["page_size"]
 
@@ -28,16 +28,16 @@ def text(tokens: int, seed: int) -> torch.Tensor:
 def copied(monkeypatch) -> list[int]:
     """Bytes of pages that were copied; attention is not counted."""
     counts: list[int] = []
-    read = stored_tokens.read_pages
+    read = layer_contents.read_pages
 
     def counted(pool, ids):
         pages = read(pool, ids)
         counts.append(pages.nbytes)
         return pages
 
-    for module in (stored_tokens, kept_prompt, prompt_folder):
+    for module in (layer_contents, kept_prompt, prompt_folder):
         monkeypatch.setattr(module, "read_pages", counted)
-    for owner, name in ((SlotMemory, "copy_page"), (SlotMemory, "write_page"), (stored_tokens, "write_pages")):
+    for owner, name in ((SlotMemory, "copy_page"), (SlotMemory, "write_page"), (layer_contents, "write_pages")):
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: counts.append(1))
     return counts
 

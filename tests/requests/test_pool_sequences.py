@@ -19,16 +19,16 @@ from pool_cases import poison
 from sequence_operations import for_each
 
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.cache.cache_contents import LayerContents, whole_pages
+from hf_lowbit_kv.cache.cache_contents import whole_pages
 from hf_lowbit_kv.formats import fragment
 from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
 from hf_lowbit_kv.requests.slot_memory import StoredLayer
+from hf_lowbit_kv.storage.layer_contents import LayerContents, take_tokens
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
 from hf_lowbit_kv.storage.row_memory import RowMemory, fork_stores
 from hf_lowbit_kv.storage.step import StepInputs
-from hf_lowbit_kv.storage.stored_tokens import in_layout_of, take_tokens
 
 HEADS, HEAD_DIM, SLOTS, TOKENS, LONGEST = 2, 32, 4, 20 * 32, 320
 #: by name, the specs of the layers
@@ -79,7 +79,7 @@ class Machine:
         self._caches = [
             self._stored(ids, capacity) for ids, capacity in zip(self._cached, (None, 2 * LONGEST), strict=True)
         ]
-        self._kept = [[self._contents(store) for store in stores] for stores in self._caches]
+        self._kept = [[take_tokens(store) for store in stores] for stores in self._caches]
         self._kept[1] = [_in_another_layout(contents) for contents in self._kept[1]]
         poison(self.pool)
 
@@ -136,22 +136,22 @@ class Machine:
     def _cache(self, operation: Operation) -> None:
         """A row continues from the present contents of a cache, which may change later."""
         which = operation.which % 2
-        contents = [self._contents(store, shared=True) for store in self._caches[which]]
+        contents = [take_tokens(store, shared=True) for store in self._caches[which]]
         self._go_on(self._cached[which], contents, operation.amount)
 
     def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
-        paged = [(x.spec, x.tokens.paged[0]) for x in contents]
+        paged = [(x.spec, x.paged[0]) for x in contents]
         match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
         in_tail = match == len(ids) or match > max(spec.sink + count for spec, count in paged)
         tokens = match if in_tail else whole_pages(paged, match)
         if not tokens:
             return
-        parts = [x._replace(tokens=x.tokens.first(tokens, x.spec)) for x in contents]
-        before = [slab.clone() for x in parts for slab in x.tokens.slabs]
+        parts = [x.first(tokens) for x in contents]
+        before = [slab.clone() for x in parts for slab in x.slabs]
         story = ids[:tokens] + [amount % 8] * amount
         row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(parts))
         self.attached += row is not None
-        after = [slab for x in parts for slab in x.tokens.slabs]
+        after = [slab for x in parts for slab in x.slabs]
         assert all(map(torch.equal, before, after))
 
     def _change_the_cache(self, operation: Operation) -> None:
@@ -173,7 +173,7 @@ class Machine:
             for rows in ([0, 0], [1]):
                 for memory in {store.memory for store in fork}:
                     memory.select_rows(torch.tensor(rows))
-        self._go_on(self._cached[which], [self._contents(store, shared=True) for store in fork], operation.amount)
+        self._go_on(self._cached[which], [take_tokens(store, shared=True) for store in fork], operation.amount)
         if operation.amount % 2:
             self._caches[which] = fork
 
@@ -247,11 +247,6 @@ class Machine:
             ops.append(StepInputs(None, *self._numbers(ids, 0)), store, "cpu")
             stores.append(store)
         return stores
-
-    def _contents(self, store: PagedStore, shared: bool = False) -> LayerContents:
-        """What a store holds: a copy, or its own pages."""
-        sizes, tokens = (HEADS, (HEAD_DIM, HEAD_DIM), torch.float32), take_tokens(store, shared=shared)
-        return LayerContents(store.spec, tokens, *sizes, tokens.lengths[0], 0, "packed", [])
 
     # ---- storing and checking -------------------------------------------------------------------------------------
 
@@ -328,9 +323,7 @@ class Machine:
 
 def _in_another_layout(contents: LayerContents) -> LayerContents:
     """As files have them that another backend wrote."""
-    spec = contents.spec.with_layouts(*fragment.LAYOUTS)
-    tokens = in_layout_of(contents.tokens, contents.spec, spec, contents.widths, contents.dtype)
-    return contents._replace(spec=spec, tokens=tokens)
+    return contents.in_layout_of(contents.spec.with_layouts(*fragment.LAYOUTS))
 
 
 #: sequences of all kinds together

@@ -43,8 +43,8 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen) -> None
 
 @pytest.fixture
 def ray_folder():
-    """A short path: names of sockets are limited."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    """Not pytest's, whose path is too long: names of sockets are limited."""
+    folder = Path(tempfile.mkdtemp())
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

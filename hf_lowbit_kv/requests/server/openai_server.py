@@ -209,9 +209,9 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Raises:
-        ValueError: `served_model_name` is empty, `allow_origins` has what is no origin, or the address cannot be listened to,
-            e.g. because another server does. Nothing is loaded then. Or the tokenizer writes messages without a chat
-            template. Or as for `RequestLoop`.
+        ValueError: `served_model_name` is empty, `allow_origins` contains a value that is not an origin, or the address
+            cannot be listened to, e.g. because another server does. Nothing is loaded then. Or the tokenizer writes
+            messages without a chat template. Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
@@ -226,7 +226,7 @@ def serve(
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
-    for origin in allow_origins:  # a browser sends no path, and an origin that is never sent would be allowed in vain
+    for origin in allow_origins:  # browsers send no path: an origin with one would never match
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(
                 f"allow_origins={origin!r} is not allowed; it must be * or a scheme and a host, such as https://page.example"

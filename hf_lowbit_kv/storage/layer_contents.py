@@ -1,6 +1,6 @@
-"""The tokens of a layer outside a store: taken out of one store, and put into another.
+"""The contents of a packed layer outside a store: taken out of one store, and put into another.
 
-Saved caches and kept prompts hold tokens in this form, without the unused slots and pages of a store. A growing store reads
+Saved caches and kept prompts have this form, without the unused slots and pages of a store. A growing store reads
 these pages in place. A preallocated store copies them to its own memory, whose addresses must not change.
 """
 
@@ -21,11 +21,13 @@ PAGES_AT_ONCE = 64
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class StoredTokens(NamedTuple):
-    """`B` rows of one layer."""
+class LayerContents(NamedTuple):
+    """`B` rows of one packed layer."""
 
+    spec: LayerSpec
+    """with the layouts in which the pages are"""
     slabs: list[torch.Tensor]
-    """uint8 `[n, H, page_bytes]`, in the layout of the layer's spec"""
+    """uint8 `[n, H, page_bytes]`"""
     table: torch.Tensor
     """int64 `[B, P]` on the CPU: page indices of each row, numbered across slabs; 0-padded"""
     paged: list[int]
@@ -36,6 +38,14 @@ class StoredTokens(NamedTuple):
     """by row, keys and values `[H, n, D]` of its tokens after the pages, in order"""
     shared: list[Slab] | None = None
     """the reference counts of `slabs`, if others read these pages too. Layers with the same paging have the same `Slab`s"""
+    seen: int = 0
+    """padded tokens"""
+    in_tail: int = 0
+    """lower bound of the unpacked newest tokens of every row"""
+    mode: str = "packed"
+    """see `TextFacts.mode`"""
+    padding: Sequence[tuple[int, torch.Tensor]] = ()
+    """masks of padding, bool `[B, n]`, and the position at which each begins"""
 
     @property
     def lengths(self) -> list[int]:
@@ -43,33 +53,74 @@ class StoredTokens(NamedTuple):
         parts = zip(self.sinks, self.paged, self.tails, strict=True)
         return [sink[0].shape[1] + paged + tail[0].shape[1] for sink, paged, tail in parts]
 
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.sinks[0][0].shape[0]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Channels of keys and of values."""
+        return self.sinks[0][0].shape[-1], self.sinks[0][1].shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.sinks[0][0].dtype
+
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that have memory on the device."""
         return [*self.slabs, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
 
-    def first(self, count: int, spec: LayerSpec) -> StoredTokens:
+    def first(self, count: int) -> LayerContents:
         """The first `count` tokens of each row; no row may have fewer. Pages are neither copied nor cut: `count` must be in
         the sink, at the end of a page, or past all pages."""
+        spec = self.spec
         paged = [min(tokens, max(count - spec.sink, 0)) for tokens in self.paged]
         ends = [max(count - spec.sink - tokens, 0) for tokens in paged]
         table = self.table[:, : -(-max(paged, default=0) // spec.page_size)]
         sinks = [(k[:, :count], v[:, :count]) for k, v in self.sinks]
         tails = [(k[:, :end], v[:, :end]) for (k, v), end in zip(self.tails, ends, strict=True)]
-        return StoredTokens(self.slabs, table, paged, sinks, tails, self.shared)
+        return self._replace(table=table, paged=paged, sinks=sinks, tails=tails)
 
-    def to(self, device: torch.device) -> StoredTokens:
+    def to(self, device: torch.device) -> LayerContents:
         """The same tokens on this device. If all are there already, nothing is copied."""
         if all(tensor.device == device for tensor in self.tensors()):
             return self
         sinks, tails = ([(k.to(device), v.to(device)) for k, v in pairs] for pairs in (self.sinks, self.tails))
         return self._replace(slabs=[slab.to(device) for slab in self.slabs], sinks=sinks, tails=tails)
 
+    def in_layout_of(self, spec: LayerSpec) -> LayerContents:
+        """The same tokens with pages as a store with this spec has them. It differs only in the layout of pages."""
+        if self.spec == spec:
+            return self
+        return self._replace(spec=spec, slabs=[self._converted(slab, spec) for slab in self.slabs])
+
+    def _converted(self, slab: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+        old, widths, dtype = self.spec, self.widths, self.dtype
+        formats = list(zip(old.formats, spec.formats, widths, strict=True))
+        converted = []
+        for pages in slab.split(PAGES_AT_ONCE):
+            parts = pages.split(old.part_bytes(*widths, dtype), dim=-1)
+            converted.append(
+                torch.cat(
+                    [
+                        before.in_layout_of(after, part, width, old.page_size, dtype) if before != after else part
+                        for part, (before, after, width) in zip(parts, formats, strict=True)
+                    ],
+                    dim=-1,
+                )
+            )
+        if not converted:
+            return slab.new_zeros(0, slab.shape[1], sum(spec.part_bytes(*widths, dtype)))
+        return torch.cat(converted)
+
 
 @torch.no_grad()
 @torch.inference_mode(False)
 def take_tokens(
     store: LayerStore, rows: Sequence[int] | None = None, first_page: int = 0, shared: bool = False
-) -> StoredTokens:
+) -> LayerContents:
     """Take the tokens of a store, by default as copies. Waits for the device.
 
     Args:
@@ -100,7 +151,7 @@ def take_tokens(
         sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
         tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
     page_counts = list(store.memory.tables.slabs) if shared and isinstance(store, PagedStore) else None
-    return StoredTokens(slabs, out, paged, sinks, tails, page_counts)
+    return LayerContents(spec, slabs, out, paged, sinks, tails, page_counts)
 
 
 class _Places(NamedTuple):
@@ -109,7 +160,7 @@ class _Places(NamedTuple):
     adopted: torch.Tensor
     """bool `[B, P]` on the CPU: full pages, which a growing store reads in place"""
     copied: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """int64 `[n]` on the device: row, entry of its page table, and index in `StoredTokens.slabs` of the pages that a
+    """int64 `[n]` on the device: row, entry of its page table, and index in `LayerContents.slabs` of the pages that a
     preallocated store copies: all"""
     opened: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """the same for the pages that a growing store copies: those that are not full"""
@@ -119,7 +170,7 @@ class _Places(NamedTuple):
     """int32 `[B, 1]` on the device: tokens of a row, and how many of them are in pages"""
 
 
-def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) -> _Places:
+def _places(store: PagedStore, tokens: LayerContents, known: dict[Any, _Places]) -> _Places:
     spec, device, lengths = store.spec, store.device, tokens.lengths
     layout = spec.page_size, spec.tail_size, tokens.table.shape, tokens.table.numpy().tobytes()
     recent = [tail[0].shape[1] for tail in tokens.tails]
@@ -144,12 +195,14 @@ def _places(store: PagedStore, tokens: StoredTokens, known: dict[Any, _Places]) 
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def put_tokens(stores: Sequence[PagedStore], tokens: Sequence[StoredTokens]) -> None:
-    """Put these tokens into the empty stores of a cache's layers, in which they fit."""
+def put_tokens(stores: Sequence[PagedStore], tokens: Sequence[LayerContents]) -> None:
+    """Put these tokens into the empty stores of a cache's layers, in which they fit. They are moved to the device of their
+    store, and converted to its layout."""
     known: dict[Any, _Places] = {}
-    by_memory: dict[RowMemory, list[tuple[PagedStore, StoredTokens]]] = {}
+    by_memory: dict[RowMemory, list[tuple[PagedStore, LayerContents]]] = {}
     for store, of_store in zip(stores, tokens, strict=True):
-        by_memory.setdefault(store.memory, []).append((store, of_store))
+        moved = of_store.to(store.device).in_layout_of(store.spec)
+        by_memory.setdefault(store.memory, []).append((store, moved))
     for memory, layers in by_memory.items():
         of_first, adopted = layers[0][1], _places(*layers[0], known).adopted
         # a row may have more pages than its length needs: after `crop`, tokens stay in pages that would be in the tail
@@ -167,7 +220,7 @@ def put_tokens(stores: Sequence[PagedStore], tokens: Sequence[StoredTokens]) -> 
             _fill(store, of_store, _places(store, of_store, known), adopts)
 
 
-def _fill(store: PagedStore, tokens: StoredTokens, places: _Places, adopted: bool) -> None:
+def _fill(store: PagedStore, tokens: LayerContents, places: _Places, adopted: bool) -> None:
     """Copy into a store what it does not read in place. adopted: whether it reads full pages in place."""
     rows, entries, sources = places.opened if adopted else places.copied
     if len(rows):
@@ -180,29 +233,3 @@ def _fill(store: PagedStore, tokens: StoredTokens, places: _Places, adopted: boo
             window[row][:, places.slots[row]] = new
     state.length.copy_(places.counts[0])
     state.paged.copy_(places.counts[1])
-
-
-def in_layout_of(tokens: StoredTokens, old: LayerSpec, new: LayerSpec, widths: tuple[int, int], dtype) -> StoredTokens:
-    """Convert tokens of a store with the spec `old` for a store with the spec `new`. The specs differ only in the layout of
-    pages."""
-    if old == new:
-        return tokens
-    formats = list(zip(old.formats, new.formats, widths, strict=True))
-    slabs = []
-    for slab in tokens.slabs:
-        converted = []
-        for pages_of_slab in slab.split(PAGES_AT_ONCE):
-            parts = pages_of_slab.split(old.part_bytes(*widths, dtype), dim=-1)
-            converted.append(
-                torch.cat(
-                    [
-                        before.in_layout_of(after, part, width, old.page_size, dtype) if before != after else part
-                        for part, (before, after, width) in zip(parts, formats, strict=True)
-                    ],
-                    dim=-1,
-                )
-            )
-        slabs.append(
-            torch.cat(converted) if converted else slab.new_zeros(0, slab.shape[1], sum(new.part_bytes(*widths, dtype)))
-        )
-    return tokens._replace(slabs=slabs)
