@@ -516,12 +516,9 @@ class LowBitCache(Cache, PushToHubMixin):
             max_cache_len: tokens that a row of a fork can hold, for a preallocated cache; `None`: as many as here.
 
         Raises:
-            ValueError: `n` is not an integer of at least 1; `max_cache_len` is given for a growing cache, or below the
-                stored length.
+            ValueError: `max_cache_len` is given for a growing cache, or below the stored length.
             OverrunError: tokens are lost.
         """
-        check_count("n", n, unit="forks")
-        check_count("max_cache_len", max_cache_len, optional=True)
         self.check_overrun()
         if max_cache_len is not None:
             if not self._first_packed_layer.length.fixed:
