@@ -202,7 +202,7 @@ def check_module(module: torch.nn.Module) -> None:
     name = type(module).__name__
     if indexers := [attribute for attribute in INDEXERS if hasattr(module, attribute)]:
         raise ValueError(
-            f"{name} is sparse attention, which low-bit caches do not support: an indexer ({indexers[0]!r}) chooses the tokens"
+            f"{name} is sparse attention: an indexer ({indexers[0]!r}) chooses the tokens, which low-bit caches do not support"
         )
     if getattr(module.kv_b_proj, "bias", None) is not None:
         raise ValueError(f"kv_b_proj of {name} has a bias, which attention to latents does not support")
