@@ -317,7 +317,7 @@ def _new_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) ->
     if columns < offset + tokens:
         raise ValueError(
             f"attention_mask has {columns} columns; it must have one for each of the {int(offset)} tokens that are stored "
-            f"(padding counted) and of the {tokens} new ones. Pass the full text so far plus the new tokens. Call cache.reset() "
-            "to begin another text"
+            f"(padding counted) and of the {tokens} new ones. Pass the full text so far plus the new tokens. Call "
+            "cache.reset() to begin another text"
         )
     return mask[:, offset : offset + tokens]
