@@ -168,8 +168,8 @@ class ReadLengths:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"{what}, and the text goes on to {read}. Stored tokens keep their frequencies, so the answer differs from that "
-                "to the text read whole: lb.Chat reads it whole; or reset() the cache first",
+                f"{what}, and the text goes on to {read}. Stored tokens keep their frequencies, so the answer differs from "
+                "that to the text read whole: lb.Chat reads it whole; or reset() the cache first",
                 stacklevel=2,
             )
 

@@ -81,8 +81,8 @@ class PassGuard:
         whole = (positions == torch.arange(tokens, device=positions.device)).all(-1)
         if bool((whole.to(stored.device) & stored).any()):
             raise ValueError(
-                f"got a whole text of {tokens} tokens, but the cache holds {seen} already: with use_cache=False each step would "
-                "store the whole text again. Pass use_cache=True, or set model.generation_config.use_cache = True"
+                f"got a whole text of {tokens} tokens, but the cache holds {seen} already: with use_cache=False each step "
+                "would store the whole text again. Pass use_cache=True, or set model.generation_config.use_cache = True"
             )
 
     def begin_recurrent(self, layer: int) -> None:
