@@ -145,9 +145,8 @@ def _why_not(
         return f"{type(module).__name__} has a mask that is not causal; tokens of an image may see each other. {_FIRST_PROMPT}"
     if mask is not None and mask.dim() != 2:
         return (
-            f"attention_mask of shape {tuple(mask.shape)} is not supported with a low-bit cache under {ATTENTION_NAME!r}: "
-            "only causal attention with a two-dimensional padding mask is. Another implementation takes any mask "
-            "(model.set_attn_implementation('sdpa')); the cache then returns dense tensors"
+            f"attention_mask of shape {tuple(mask.shape)} is not supported under {ATTENTION_NAME!r}: only causal attention "
+            "with a two-dimensional padding mask is. model.set_attn_implementation('sdpa') takes any mask"
         )
     if not any_prompt and view.key.shape[2] > 1 and not _is_causal(module):
         return f"{type(module).__name__} attends in both directions (is_causal=False). {_FIRST_PROMPT}"
@@ -157,8 +156,7 @@ def _why_not(
     if getattr(module, "is_kv_shared_layer", False) and not first < module.layer_idx <= last:  # type: ignore[operator]
         return (
             f"{type(module).__name__} is not one of the layers that attend to the keys and values of layer {first} in the "
-            "model that the cache was made for. An assistant model that reads the model's keys and values is not supported; "
-            "use another one, or assisted decoding without a model (prompt_lookup_num_tokens)"
+            "model that the cache was made for: an assistant model that reads the model's keys and values is not supported"
         )
     if (reason := view.layer.model_side.why_not(module)) is not None:
         return reason
@@ -319,7 +317,7 @@ def _new_columns(mask: torch.Tensor, tokens: int, offset: int | torch.Tensor) ->
     if columns < offset + tokens:
         raise ValueError(
             f"attention_mask has {columns} columns; it must have one for each of the {int(offset)} tokens that are stored "
-            f"(padding counted) and of the {tokens} new ones. Pass the full text so far plus the new tokens, or "
-            "call cache.reset() to begin another text"
+            f"(padding counted) and of the {tokens} new ones. Pass the full text so far plus the new tokens. Call "
+            "cache.reset() to begin another text"
         )
     return mask[:, offset : offset + tokens]

@@ -26,18 +26,15 @@ SLOW = (
 
 CHANGED = (
     f"the low-bit cache holds tokens that were stored under attn_implementation={ATTENTION_NAME!r}, and the model has {{!r}} "
-    "now, which does not read packed pages: every step dequantizes all stored tokens, and is slow. lb.generate selects "
-    f"{ATTENTION_NAME!r} only during its calls: go on with lb.generate, or call "
+    "now, which does not read packed pages, and is slow: go on with lb.generate, or call "
     f"model.set_attn_implementation({ATTENTION_NAME!r}) first"
 )
 
 #: why other code than our attention function cannot use what `update()` returned
 NOT_USABLE = (
     f"keys and values of a low-bit cache {{}}: under attn_implementation={ATTENTION_NAME!r} update() returns no tensors and "
-    "has stored nothing, because the attention function of the model stores the tokens when it attends. Either the cache was "
-    "made from another copy of this model: make it from the model that runs. Or this architecture computes with them between "
-    "the cache and the attention function, or no model called update(): select another implementation before the first token "
-    "(model.set_attn_implementation('sdpa')), then update() returns dense tensors"
+    "has stored nothing. Make the cache from the model that runs; or, if its architecture computes with them before it "
+    "attends, select another implementation before the first token (model.set_attn_implementation('sdpa'))"
 )
 
 NO_WEIGHTS = (

@@ -31,7 +31,6 @@ from ..storage.process_stamps import ModuleStamp
 
 #: attributes of an attention module under which an indexer chooses the tokens to attend to
 INDEXERS = ("indexer", "skip_topk")
-NEEDED = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "layer_idx")
 OTHER_COPY = (
     "the low-bit cache was made from another copy of this model, and would multiply with the weights of that copy: make the "
     "cache from the model that runs"
@@ -144,7 +143,7 @@ class Absorbed(ModelSide):
         module: the attention module. The reference is weak, because a cache must not keep a model alive.
 
     Raises:
-        ValueError: the attention is sparse, or lacks attributes that absorbing needs.
+        ValueError: the attention is sparse, or its up-projection has a bias.
     """
 
     attention_kind = ATTENTION_KINDS["latent"]
@@ -197,20 +196,14 @@ class Absorbed(ModelSide):
     def __deepcopy__(self, memo: dict[int, Any]) -> Absorbed:
         return type(self)(self.module)
 
-    def __reduce__(self):
-        raise TypeError("a cache of latents belongs to the model in this process, and cannot be pickled")
-
 
 def check_module(module: torch.nn.Module) -> None:
     """Raise `ValueError` if the attention of this module cannot be absorbed."""
     name = type(module).__name__
     if indexers := [attribute for attribute in INDEXERS if hasattr(module, attribute)]:
         raise ValueError(
-            f"{name} is sparse attention: an indexer ({indexers[0]!r}) chooses the tokens to attend to, which low-bit caches "
-            "of latents do not support"
+            f"{name} is sparse attention: an indexer ({indexers[0]!r}) chooses the tokens, which low-bit caches do not support"
         )
-    if missing := [attribute for attribute in NEEDED if not hasattr(module, attribute)]:
-        raise ValueError(f"{name} has no {missing[0]!r}, which attention to latents needs")
     if getattr(module.kv_b_proj, "bias", None) is not None:
         raise ValueError(f"kv_b_proj of {name} has a bias, which attention to latents does not support")
 
@@ -226,13 +219,13 @@ def absorbed_layers(model_or_config: Any, config: Any) -> dict[int, ModelSide]:
         if rank:
             raise ValueError(
                 f"model_type={config.model_type!r} caches a latent (MLA): make the cache from the model itself, not from its "
-                "configuration, because its attention layers have to be reached"
+                "configuration"
             )
         return {}
     modules = {m.layer_idx: m for m in model_or_config.modules() if hasattr(type(m), "expand_kv")}
     if rank and not modules:
         raise ValueError(
-            f"model_type={config.model_type!r} caches a latent (MLA), and its attention has no method 'expand_kv': it needs a "
-            "version of transformers (5.17 or later) in which it does"
+            f"model_type={config.model_type!r} caches a latent (MLA), and its attention has no method 'expand_kv' in this "
+            "version of transformers"
         )
     return {int(index): Absorbed(module) for index, module in modules.items()}  # type: ignore[arg-type]

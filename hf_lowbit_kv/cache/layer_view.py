@@ -34,18 +34,3 @@ class LayerView(NamedTuple):
 
     def __getitem__(self, index):  # otherwise a tuple's method of this name would be used
         raise TypeError(NOT_USABLE.format("cannot be indexed"))
-
-    def __add__(self, other):
-        raise TypeError(NOT_USABLE.format("cannot be added"))
-
-    def __mul__(self, other):
-        raise TypeError(NOT_USABLE.format("cannot be multiplied"))
-
-    def __rmul__(self, other):
-        return self * other
-
-    def __matmul__(self, other):
-        raise TypeError(NOT_USABLE.format("cannot be multiplied"))
-
-    def __rmatmul__(self, other):
-        return self @ other

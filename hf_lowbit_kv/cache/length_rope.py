@@ -57,8 +57,7 @@ class LengthRope:
         if tokens > self.limit:
             raise ValueError(
                 f"prompt and max_new_tokens are {tokens} tokens, and the model's rotary embeddings are {self.name!r}: beyond "
-                f"{self.limit} tokens they look at the longest row of a batch, so a request's text would depend on its "
-                "neighbours; use lb.generate, or a smaller max_new_tokens"
+                f"{self.limit} tokens they look at the longest row of a batch; use lb.generate, or a smaller max_new_tokens"
             )
 
 
@@ -169,8 +168,8 @@ class ReadLengths:
         if not self.warned:
             self.warned = True
             warnings.warn(
-                f"{what}, and the text goes on to {read}. As with transformers' caches, stored tokens keep their frequencies, "
-                "so the answer differs from that to the text read whole. lb.Chat reads it whole; or reset() the cache first",
+                f"{what}, and the text goes on to {read}. Stored tokens keep their frequencies, so the answer differs from "
+                "that to the text read whole: lb.Chat reads it whole; or reset() the cache first",
                 stacklevel=2,
             )
 

@@ -367,19 +367,11 @@ class LowBitCache(Cache, PushToHubMixin):
             self._first_packed_layer.own_pages()
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared."""
-        first = self._first_packed_layer
-        chosen = torch.as_tensor(indices)
-        if chosen.dim() != 1 or chosen.is_floating_point():
-            raise ValueError(f"indices={indices!r} is not allowed; it must be integers [n] or bool [batch]")
-        rows = chosen.tolist() if first.is_initialized and chosen.is_cpu and chosen.dtype != torch.bool else []
-        if any(not 0 <= row < first.batch_size for row in rows):  # indices on a GPU are not awaited
-            raise ValueError(f"indices={rows} is not allowed; they must be from 0 to {first.batch_size - 1} (rows)")
-        indices = chosen.to(first.device) if first.is_initialized else chosen
-        if indices.dtype == torch.bool:
-            if first.is_initialized and len(indices) != first.batch_size:
-                raise ValueError(f"indices of bool are {len(indices)}, and the cache has {first.batch_size} rows")
-            indices = indices.nonzero()[:, 0]
+        """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared. Rows that do not
+        exist raise `IndexError`, as for tensors."""
+        first, indices = self._first_packed_layer, torch.as_tensor(indices)
+        if first.is_initialized:
+            indices = torch.arange(first.batch_size, device=first.device)[indices.to(first.device)]
         interrupted = self.guard.changing
         changes = [memory.selecting(indices) for memory in self.memories]  # these may refuse
         self.guard.changing = True  # until all layers have these rows
@@ -400,7 +392,6 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times. Packed pages are shared."""
-        check_count("repeats", repeats, unit="times")
         first = self._first_packed_layer
         if first.is_initialized:
             rows = torch.arange(first.batch_size, device=first.device)
@@ -469,9 +460,6 @@ class LowBitCache(Cache, PushToHubMixin):
         """
         check_count("max_cache_len", max_cache_len, optional=True)
         with saved_cache.opened(path_or_repo, revision, token) as saved:
-            name = saved.description["class"]
-            if cls is not LowBitCache and name != cls.__name__:
-                raise ValueError(f"{saved.path} holds a {name}, not a {cls.__name__}")
             return cls.of_saved(saved, model, max_cache_len, backend, preset, calibration)
 
     @staticmethod
@@ -528,12 +516,9 @@ class LowBitCache(Cache, PushToHubMixin):
             max_cache_len: tokens that a row of a fork can hold, for a preallocated cache; `None`: as many as here.
 
         Raises:
-            ValueError: `n` is not an integer of at least 1; `max_cache_len` is given for a growing cache, or below the
-                stored length.
+            ValueError: `max_cache_len` is given for a growing cache, or below the stored length.
             OverrunError: tokens are lost.
         """
-        check_count("n", n, unit="forks")
-        check_count("max_cache_len", max_cache_len, optional=True)
         self.check_overrun()
         if max_cache_len is not None:
             if not self._first_packed_layer.length.fixed:

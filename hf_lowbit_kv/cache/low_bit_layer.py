@@ -333,12 +333,6 @@ class LowBitLayer(CacheLayerMixin):
         ((contents,),) = contents_of_forks([self], self.length.capacity)
         return self.fork(contents, memo)
 
-    def offload(self) -> None:
-        raise RuntimeError("a low-bit layer cannot be offloaded: its pages are addressed where they lie")
-
-    def prefetch(self) -> None:
-        self.offload()
-
     def __repr__(self) -> str:
         return f"LowBitLayer({self.spec.key_format}, {self.spec.value_format}, length={int(self.get_seq_length())})"
 
@@ -495,14 +489,9 @@ class LowBitLayer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """The number of tokens that `crop` removes. Raises if it cannot."""
-        try:
-            count = -operator.index(tokens_to_remove)  # transformers 5.17 gives tensors
-        except TypeError:
-            count = -1
+        count = -operator.index(tokens_to_remove)  # transformers 5.17 gives tensors
         if count < 0:
-            raise ValueError(
-                f"tokens_to_remove={tokens_to_remove!r} is not allowed; it must be an integer, 0 or negative"
-            )
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} is not allowed; it must be 0 or negative")
         # transformers passes 0 in every step, which must not wait for the device
         if count and count > int(self.get_seq_length()):
             raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")

@@ -23,15 +23,6 @@ def another_text(tokens: int, seen: int) -> str:
     )
 
 
-def same_text_again(tokens: int, seen: int) -> str:
-    """The message for a text of `tokens` tokens that is passed whole, although the cache holds its beginning."""
-    return (
-        f"got a whole text of {tokens} tokens, but the cache holds {seen} already: with use_cache=False each step would "
-        "store the whole text again. If that comes from the checkpoint, set model.generation_config.use_cache = True, or pass "
-        "use_cache=True to generate"
-    )
-
-
 class PassGuard:
     """Detects passes that stored tokens only in some layers, and texts that do not continue the stored text.
 
@@ -89,7 +80,10 @@ class PassGuard:
         stored = cache.layers[self.first_packed].store.state.length[:, 0] > 0
         whole = (positions == torch.arange(tokens, device=positions.device)).all(-1)
         if bool((whole.to(stored.device) & stored).any()):
-            raise ValueError(same_text_again(tokens, seen))
+            raise ValueError(
+                f"got a whole text of {tokens} tokens, but the cache holds {seen} already: with use_cache=False each step "
+                "would store the whole text again. Pass use_cache=True, or set model.generation_config.use_cache = True"
+            )
 
     def begin_recurrent(self, layer: int) -> None:
         """Count a pass of a recurrent layer. Raises if this layer or the first packed layer has missed an earlier pass."""

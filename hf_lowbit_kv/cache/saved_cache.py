@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from io import FileIO
@@ -81,13 +80,8 @@ def write(
         more: plain values to keep in the description.
 
     Raises:
-        NotADirectoryError: a file has the name of the folder.
-        OSError: the files cannot be written.
+        OSError: the files cannot be written, or a file has the name of the folder.
     """
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{str(folder)!r} is a file; a cache is saved into a folder: give another name")
-    if any(not layer.paged for layer in contents.layers.values()):
-        raise ValueError("the cache has no rows: there is nothing to save")
     tensors, described = _tensors_of(contents)
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -222,8 +216,6 @@ def opened(source: str | Path, revision: str | None = None, token: str | bool | 
         if not local and not file.is_file():
             file = _of_hub(str(source), description["tensors"], revision, token)
         try:
-            if not stat.S_ISREG(file.stat().st_mode):  # to open a pipe would wait for somebody who writes to it
-                raise ValueError(f"{file} is no regular file")
             open_file = file.open("rb", buffering=0)
             break
         except FileNotFoundError:  # unless another process has replaced both
@@ -269,8 +261,6 @@ def read_description(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not the description of a cache, was truncated or altered, or has another version.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise UninterpretableError(f"{path} is no regular file")
     try:
         signed = json.loads(path.read_text(encoding="utf-8"))
         text, checksum = signed["content"], signed["checksum"]
@@ -305,8 +295,8 @@ def check_model(description: Mapping[str, Any], model: Any, path: Path) -> None:
         raise ValueError(f"{path} was saved for another model: {reason}")
     if description["layers"] and "positions" not in description and keeps_positions(model):
         raise ValueError(
-            f"{path} was saved without the positions that {type(model).__name__} keeps outside of its cache (rope_deltas), so "
-            "the text would go on at wrong ones: make it again"
+            f"{path} was saved without the positions that {type(model).__name__} keeps outside of its cache (rope_deltas): "
+            "make it again"
         )
 
 

@@ -33,8 +33,8 @@ def unwrap(model: Any) -> PreTrainedModel:
         elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
             if learned := [name for name, config in inner.peft_config.items() if config.is_prompt_learning]:
                 raise ValueError(
-                    f"adapter {learned[0]!r} is not supported: it puts tokens of its own in front of the prompt, which a "
-                    "low-bit cache does not know; adapters that change weights (LoRA and others) are supported"
+                    f"adapter {learned[0]!r} is not supported: it puts tokens of its own in front of the prompt; adapters "
+                    "that change weights (LoRA and others) are"
                 )
             inner = inner.get_base_model()
         else:
@@ -101,12 +101,11 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     if (loops := getattr(config, "n_recurrent_loops", 1)) > 1:
         raise ValueError(
             f"model_type={config.model_type!r} runs some layers several times in a pass (n_recurrent_loops={loops}), each time "
-            "with other keys and values; a low-bit cache has one layer for each of the model's"
+            "with other keys and values"
         )
     if getattr(config, "use_bidirectional_attention", None) == "all":
         raise ValueError(
-            f"model_type={config.model_type!r} with use_bidirectional_attention='all' attends in both directions, to tokens "
-            "that come later too; a cache of earlier tokens does not serve that"
+            f"model_type={config.model_type!r} with use_bidirectional_attention='all' attends in both directions"
         )
     if getattr(config, "cross_attention_layers", None):
         raise ValueError(
@@ -157,8 +156,8 @@ def check_attention_kind(
         return
     if attention_kind == "latent":
         raise ValueError(
-            f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use another "
-            "one, e.g. from_preset('fp8', model), from_preset('int8', model) or KIVICache(model)"
+            f"model_type={config.model_type!r} has no multi-head latent attention (MLA), which this cache is for; use e.g. "
+            "from_preset('fp8', model)"
         )
     raise ValueError(
         f"model_type={config.model_type!r} caches a latent (MLA), and this preset is for keys and values; use "
@@ -211,6 +210,6 @@ def check_split_heads(model_or_config: PreTrainedModel | PreTrainedConfig, heads
     if any(name.rsplit(".", 1)[-1] in KEY_PROJECTIONS for name in split):
         fitting = max(count for count in range(1, heads + 1) if heads % count == 0 and count < ranks)
         raise ValueError(
-            f"tp_size={ranks} does not divide num_key_value_heads={heads}: transformers would give each rank a part of a KV "
-            f"head. Use tp_size={fitting}, or device_map='auto', which spreads whole layers over the GPUs"
+            f"tp_size={ranks} does not divide num_key_value_heads={heads}: transformers would split a KV head. Use "
+            f"tp_size={fitting}, or device_map='auto', which spreads whole layers over the GPUs"
         )

@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from .low_bit_layer import LowBitLayer
     from .token_counts import Seen
 
-SHOWN = "shows {}, which are not stored: padding is never stored, and tokens that an earlier mask hid are removed"
-HIDDEN = "hides {}, which are stored already: {}. reset() the cache and read the text again with this mask"
+SHOWN = "shows {}, which is not stored: padding is never stored, and tokens that an earlier mask hid are removed"
+HIDDEN = "hides {}, which is stored already: {}. reset() the cache and read the text again with this mask"
 INSIDE = "a low-bit cache can only remove the newest tokens of a row"
 IN_A_STATE = "a recurrent layer has read them into its state"
 UNKNOWN = (
-    "attention_mask does not fit the cache: compiled steps hid tokens of row {}, and the cache does not know which: it holds "
-    "{} tokens of this row, and the mask shows {}. Use the mask of these steps, or reset() the cache and read the text again"
+    "attention_mask does not fit the cache: compiled steps hid tokens of row {}, of which it holds {} tokens, and the mask "
+    "shows {}. Use the mask of these steps, or reset() the cache and read the text again"
 )
-#: ranges of columns in a message
-MOST_RANGES = 4
 
 
 def honour_mask(seen: Seen, mask: torch.Tensor | None) -> bool:
@@ -74,19 +72,8 @@ def _known(layer: LowBitLayer, stored: torch.Tensor, shown: torch.Tensor) -> boo
     return False
 
 
-def _refuse(wrong: torch.Tensor, *message: str) -> None:
-    """Raise if some position, bool `[B, n]`, is wrong."""
-    if not (rows := wrong.any(1).nonzero()[:, 0].tolist()):
-        return
-    columns = _ranges(wrong[rows[0]].nonzero()[:, 0].tolist())
-    others = f" and columns of rows {', '.join(map(str, rows[1:]))}" if len(rows) > 1 else ""
-    text, *reason = message
-    raise ValueError("attention_mask " + text.format(f"columns {columns} of row {rows[0]}{others}", *reason))
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers as at most `MOST_RANGES` ranges: "3, 7 to 9"."""
-    ends = [n for n, after in zip(numbers, [*numbers[1:], None], strict=True) if after != n + 1]
-    begins = [n for n, before in zip(numbers, [None, *numbers[:-1]], strict=True) if before != n - 1]
-    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in zip(begins, ends, strict=True)]
-    return ", ".join([*ranges[:MOST_RANGES], *(["..."] if len(ranges) > MOST_RANGES else [])])
+def _refuse(wrong: torch.Tensor, message: str, *reason: str) -> None:
+    """Raise if some position, bool `[B, n]`, is wrong. The message names the first one."""
+    if len(positions := wrong.nonzero()):
+        row, column = positions[0].tolist()
+        raise ValueError("attention_mask " + message.format(f"column {column} of row {row}", *reason))

@@ -171,7 +171,7 @@ class Conversation:
             bad[row, column] = 0
         else:
             return
-        with pytest.raises(ValueError, match=f"attention_mask {message}s {column} of row {row}, which are"):
+        with pytest.raises(ValueError, match=f"attention_mask {message} {column} of row {row}, which is"):
             self.read(self.ids.shape[1], bad)
         self.refusals += 1
         assert self.seen == seen

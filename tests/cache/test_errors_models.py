@@ -23,10 +23,7 @@ def test_layers_of_different_head_dim():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            tiny_config("llama", head_dim=48),
-            r"head_dim=48 is not supported.*allowed: \(64, 80, 96, 128, 192, 256, 512\)",
-        ),
+        (tiny_config("llama", head_dim=48), "head_dim=48 is not supported.*allowed"),
         (AutoConfig.for_model("t5"), "'t5' is an encoder-decoder model"),
         (
             tiny_config("mistral", sliding_window=64),
@@ -131,7 +128,8 @@ def test_a_cache_of_another_copy_of_the_model():
     for model in (theirs, tiny_models("gemma2")[1]):
         cache = lb.from_preset("kivi-2", ours, **SMALL_PAGES)
         with pytest.raises(
-            (AttributeError, TypeError), match="another copy of this model: make it from the model that runs"
+            (AttributeError, TypeError),
+            match=r"[Mm]ake the cache from the model that runs",
         ):
             next_logits(model, cache)
         assert cache.get_seq_length() == 0

@@ -299,21 +299,9 @@ def test_a_fork_of_no_rows(model):
         assert torch.equal(read(model, fork, ids), read(model, filled_nothing(model, None), ids))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"n": 0}, r"n=0 is not allowed; it must be an integer of 1 or more \(forks\)"),
-        ({"n": True}, "n=True is not allowed"),
-        ({"n": 1, "max_cache_len": 0}, "max_cache_len=0 is not allowed"),
-        ({"n": 1, "max_cache_len": 79}, "max_cache_len=79 is too small: 80 tokens are stored"),
-    ],
-)
-def test_bad_arguments(model, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        filled(model, max_cache_len=100).fork(**arguments)
-
-
-def test_a_growing_cache_has_growing_forks(model):
+def test_bad_sizes(model):
+    with pytest.raises(ValueError, match="max_cache_len=79 is too small: 80 tokens are stored"):
+        filled(model, max_cache_len=100).fork(max_cache_len=79)
     with pytest.raises(ValueError, match="max_cache_len=500 is not allowed: this cache grows"):
         filled(model).fork(max_cache_len=500)
 

@@ -323,7 +323,7 @@ def test_a_kept_manager_is_that_of_its_pages(models):
         first = list(model.generate_batch([prompt(20)], **run).values())
         again = list(model.generate_batch([prompt(20)], **run).values())
         check(models[1], first + again)
-        with lb.enable(model, "kivi-2"), pytest.raises(RuntimeError, match="made for other pages"):
+        with lb.enable(model, "kivi-2"), pytest.raises(RuntimeError, match="a manager of other pages"):
             model.generate_batch([prompt(20)], **run)
         model.destroy_cached_continuous_batching_manager()
 

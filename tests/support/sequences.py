@@ -316,7 +316,7 @@ class Machine:
     def copy(self, pickled: bool, original: bool, tokens: int) -> None:
         text = self.text
         if pickled and self.latent:
-            with pytest.raises(TypeError, match="cannot be pickled"):
+            with pytest.raises(TypeError, match="cannot pickle"):
                 pickle.dumps(text.cache)
             return
         if len(self.left) == 2:
