@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from io import FileIO
@@ -80,8 +81,10 @@ def write(
         more: plain values to keep in the description.
 
     Raises:
-        OSError: the files cannot be written, or a file has the name of the folder.
+        ValueError: the cache has no rows. OSError: the files cannot be written, or a file has the name of the folder.
     """
+    if any(not layer.paged for layer in contents.layers.values()):
+        raise ValueError("the cache has no rows: there is nothing to save")
     tensors, described = _tensors_of(contents)
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -216,6 +219,8 @@ def opened(source: str | Path, revision: str | None = None, token: str | bool | 
         if not local and not file.is_file():
             file = _of_hub(str(source), description["tensors"], revision, token)
         try:
+            if not stat.S_ISREG(file.stat().st_mode):  # to open a pipe would wait for somebody who writes to it
+                raise ValueError(f"{file} is no regular file")
             open_file = file.open("rb", buffering=0)
             break
         except FileNotFoundError:  # unless another process has replaced both
@@ -261,6 +266,8 @@ def read_description(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it is not the description of a cache, was truncated or altered, or has another version.
     """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UninterpretableError(f"{path} is no regular file")
     try:
         signed = json.loads(path.read_text(encoding="utf-8"))
         text, checksum = signed["content"], signed["checksum"]
