@@ -81,10 +81,8 @@ def write(
         more: plain values to keep in the description.
 
     Raises:
-        ValueError: the cache has no rows. OSError: the files cannot be written, or a file has the name of the folder.
+        OSError: the files cannot be written, or a file has the name of the folder.
     """
-    if any(not layer.paged for layer in contents.layers.values()):
-        raise ValueError("the cache has no rows: there is nothing to save")
     tensors, described = _tensors_of(contents)
     tensors |= {f"parameters.{name}": tensor for name, tensor in header["parameters"].items()}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -121,7 +121,7 @@ class LayerContents(NamedTuple):
 def take_tokens(
     store: LayerStore, rows: Sequence[int] | None = None, first_page: int = 0, shared: bool = False
 ) -> LayerContents:
-    """Take the tokens of a store, by default as copies. Waits for the device.
+    """Take the tokens of a store, by default as copies. Waits for the device. Raises `ValueError` if it has no rows.
 
     Args:
         rows: which rows; `None`: all.
@@ -131,6 +131,8 @@ def take_tokens(
     """
     state, spec = store.state, store.spec
     rows = range(store.batch_size) if rows is None else rows
+    if not rows:
+        raise ValueError("the cache has no rows: there is nothing to save")
     all_paged, lengths, table = state.paged[:, 0].tolist(), state.length[:, 0].tolist(), state.page_table.cpu().long()
     paged = [all_paged[row] for row in rows]
     counts = [max(-(-tokens // spec.page_size) - first_page, 0) for tokens in paged]

@@ -178,6 +178,15 @@ def test_calibrated_tensors_and_single_layers_come_back(model, tmp_path):
     assert new.nbytes.parameters == cache.nbytes.parameters > 0
 
 
+def test_a_cache_without_rows_is_not_saved(model, tmp_path):
+    cache = lb.from_preset("dense", model)
+    read(model, cache, left_padded(1, 90)[0])
+    cache.batch_select_indices(torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="the cache has no rows"):
+        cache.save_pretrained(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 def test_an_empty_cache_and_its_class(model, tmp_path):
     new = _reopened(tmp_path, model, lb.KittyCache(model, **SMALL_PAGES))
     assert type(new) is lb.KittyCache

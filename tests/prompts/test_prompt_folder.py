@@ -109,6 +109,21 @@ def test_another_release_is_not_removed(model, tmp_path):
     assert file.read_text() == newer
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [saved_cache.FILE_NAME, "*.safetensors"])
+def test_a_pipe_is_not_opened(model, tmp_path, name):
+    """That would wait for ever. The text is read again."""
+    store = lb.PrefixStore("1GB", folder=tmp_path)
+    want = generated(model, text(300, 1), store)[0]
+    store.save()
+    (file,) = tmp_path.glob(f"prompt-*/{name}")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.warns(UserWarning, match="no regular file"):
+        tokens = generated(model, text(300, 1), lb.PrefixStore("1GB", folder=tmp_path))[0]
+    assert torch.equal(tokens, want)
+
+
 def test_ids_of_32_bits_are_the_same_text(tmp_path):
     """A model with sliding layers restores only whole texts, so none was part of another."""
     model = tiny_models("gemma3_text")[0]
