@@ -290,7 +290,7 @@ def draw(path: Path) -> None:
         memory.annotate(
             f"{shown}\n{sizes[-1] / GB:.1f} GB",
             (LENGTHS[-1] / 1024, sizes[-1] / GB),
-            xytext=(4, {DEFAULT_PRESET: 2, "eigen-2": -11}.get(name, -4)),
+            xytext=(4, 2 if name == DEFAULT_PRESET else -4 if name == FULL else -11),
             textcoords="offset points",
             va="center",
             color=colours[name],
