@@ -290,7 +290,7 @@ def draw(path: Path) -> None:
         memory.annotate(
             f"{shown}\n{sizes[-1] / GB:.1f} GB",
             (LENGTHS[-1] / 1024, sizes[-1] / GB),
-            xytext=(4, 2 if name == DEFAULT_PRESET else -11 if name == "eigen-2" else -4),
+            xytext=(4, 2 if name == DEFAULT_PRESET else -4 if name == FULL else -11),
             textcoords="offset points",
             va="center",
             color=colours[name],

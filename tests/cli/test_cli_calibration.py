@@ -176,7 +176,7 @@ def idle(model):
 
 def test_faiss_is_looked_for_before_the_model_reads(idle, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ImportError, match=r"needs faiss: pip install 'hf-lowbit-kv\[calibrate\]'"):
+    with pytest.raises(ImportError, match=r"needs faiss: pip install .*\[calibrate\]'"):
         lb.calibrate(idle, Numbers(), [NUMBERS], "vecinfer-2", samples=2, length=256)
 
 

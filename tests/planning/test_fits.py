@@ -325,22 +325,20 @@ def test_the_command_says_nothing_on_the_way():
     assert [row["recommended"] for row in rows] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("terminal", "logged", "seconds"), [(True, True, 0), (True, True, 9), (False, True, 9), (False, False, 9)]
-)
-def test_a_bar_comes_late(monkeypatch, terminal, logged, seconds):
-    """Nothing within the first seconds, then a bar; no line for each step unless a log shall have them."""
+@pytest.mark.parametrize(("terminal", "seconds"), [(True, 0), (True, 9), (False, 0), (False, 9)])
+def test_a_bar_comes_late(monkeypatch, terminal, seconds):
+    """Nothing within the first seconds, then a bar, or a line for each step where there is no terminal."""
     clock, out = [0.0], io.StringIO()
     monkeypatch.setattr(shared_options.time, "monotonic", lambda: clock[0])
     console = Console(file=out, force_terminal=terminal, width=80)
     monkeypatch.setattr(shared_options, "Console", lambda **options: console)
-    with shared_options.progress(3, after=2.0, logged=logged) as begin:
+    with shared_options.progress(3, after=2.0) as begin:
         begin("one")
         clock[0] = seconds
         begin("two")
     shown = out.getvalue()
     assert "one" not in shown
-    assert ("two" in shown) == (seconds > 2 and (terminal or logged))
+    assert ("two" in shown) == (seconds > 2)
 
 
 def test_public_name():

@@ -271,7 +271,7 @@ def small_protocol(folder: Path, name: str) -> list[str]:
 
 def check_install(arguments: list[str]) -> None:
     """Raise where `pip install` names an extra that is not there, or another version than the project installs."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project, makefile = ((ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "Makefile"))
     for word in arguments:
         if word.startswith("-"):
             continue
@@ -281,7 +281,9 @@ def check_install(arguments: list[str]) -> None:
                 word
             )
         elif (wanted := Requirement(word)).specifier:
-            assert str(wanted) in [*DATA.values()] or str(wanted) in project, f"{word} is not what the project installs"
+            assert str(wanted) in [*DATA.values()] or str(wanted) in project + makefile, (
+                f"{word} is not what the project installs"
+            )
 
 
 def run_main(module: str, arguments: list[str]) -> None:
