@@ -7,7 +7,6 @@ import pytest
 import torch
 from cases import FORMATS
 from kernel_cases import records_for
-from marked import slow_case
 
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Affine, parse_format
@@ -80,7 +79,7 @@ def _assert_same(left, right):
 def _windows() -> list:
     """Each pair of formats in one window; the others are slow."""
     return [
-        (formats, window) if (i + j) % 4 == 0 else slow_case(formats, window)
+        (formats, window) if (i + j) % 4 == 0 else pytest.param(formats, window, marks=pytest.mark.slow)
         for i, formats in enumerate(FORMATS)
         for j, window in enumerate(WINDOWS)
     ]
@@ -183,7 +182,15 @@ def _full_entries(store):
 
 
 @pytest.mark.parametrize("formats", [("int2-channel", "int2-token"), ("int8-token", "int8-token"), ("dense", "dense")])
-@pytest.mark.parametrize(("capacity", "residual"), [(None, 0), (1000, 32), slow_case(None, 32), slow_case(1000, 0)])
+@pytest.mark.parametrize(
+    ("capacity", "residual"),
+    [
+        (None, 0),
+        (1000, 32),
+        pytest.param(None, 32, marks=pytest.mark.slow),
+        pytest.param(1000, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
     """Random beam steps, each row against a row of its own that was fed the same tokens; pages never multiply."""
     spec = _spec(formats, residual=residual)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from cases import some_slow
+from cases import FORMAT_CASES
 from kernel_cases import Case, filled, generator, plain, random_step, relative_error
 
 import hf_lowbit_kv as lb
@@ -31,7 +31,7 @@ def attended(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("formats", some_slow(), ids="/".join)
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_every_format(formats, widths):
     case = Case(
         *formats, head_dim=widths[0], head_dim_v=widths[1], heads=1, groups=2, tokens=3, lengths=(90, 37), dtype=FLOAT

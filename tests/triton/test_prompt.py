@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import FORMATS, left_padded, tiny_models
 from kernel_cases import Case, copy_state, filled, generator, plain, random_step, real_queries, relative_error
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
@@ -75,7 +74,7 @@ def _small_cases() -> list:
     return [
         (case, layout, stretch)
         if (stretch == 128 and layout == "triton") or (stretch is None and case.padded)
-        else slow_case(case, layout, stretch)
+        else pytest.param(case, layout, stretch, marks=pytest.mark.slow)
         for case in SMALL
         for layout in LAYOUTS
         if _has_layout(case, layout)
@@ -174,7 +173,9 @@ ONE_SIZE = ("int2-token", "int8-channel", "boosted2-r0", "boosted2-r1")
 @pytest.mark.parametrize(
     ("name", "head_dim"),
     [
-        slow_case(name, head_dim) if name in ONE_SIZE and head_dim != 80 else (name, head_dim)
+        pytest.param(name, head_dim, marks=pytest.mark.slow)
+        if name in ONE_SIZE and head_dim != 80
+        else (name, head_dim)
         for name in (
             *("int2-channel", "int4-channel-g32", "int8-channel", "int2-token", "int4-token", "int8-token-g32"),
             *("boosted2-r0", "boosted2-r0.125", "boosted2-r0.3-range", "boosted2-r1"),
@@ -256,7 +257,7 @@ def _gpu_cases() -> list[Case]:
 def _attends() -> list:
     """In every run are long chunks and narrow heads in stretches with one backend, and whole with the other."""
     return [
-        slow_case(backend, case, stretch)
+        pytest.param(backend, case, stretch, marks=pytest.mark.slow)
         if (case.heads == 8 or case.head_dim in (64, 80)) and (stretch is None) != (backend == "triton")
         else (backend, case, stretch)
         for backend in LAYOUTS
