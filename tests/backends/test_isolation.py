@@ -40,10 +40,11 @@ def test_on_a_cpu(module, case):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.timeout(1800)
 def test_interpreted(part):
-    run_part([__file__], part)
+    run_part([__file__], part, slow=True)
 
 
 @kernels.needs_interpreter
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_small_isolation(case):

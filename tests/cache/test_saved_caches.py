@@ -66,7 +66,7 @@ def test_a_restored_cache_gives_the_logits_of_the_saved_one(model, formats, resi
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3_next", "jamba", "lfm2"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
 def test_layers_of_transformers_come_back(family, lengths, tmp_path):
     ours, theirs = tiny_models(family)
     for count in (10, 60):

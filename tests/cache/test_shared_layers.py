@@ -117,7 +117,7 @@ def test_ways_to_generate(name, way, beams, monkeypatch):
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 160])
-@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("padded", [False, True])
 def test_later_layers_read_only_what_is_kept_of_a_prompt(gemma, keep, padded, max_cache_len):
     """In a first prompt and in chunks after stored tokens: fewer queries than new keys, causal from the end."""
@@ -136,7 +136,7 @@ def test_later_layers_read_only_what_is_kept_of_a_prompt(gemma, keep, padded, ma
         assert float((out - want).abs().max() / want.std()) < 2e-3
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("kind", ["none", "dynamic", "static"])
 def test_other_caches_under_our_attention(gemma, kind, keep):
     ours, theirs = gemma
