@@ -175,7 +175,7 @@ def uneven_model(factor: float):
     return model
 
 
-@pytest.mark.parametrize(("factor", "spoiled"), [(1.0, False), (1.5, False), (8.0, True), (30.0, True)])
+@pytest.mark.parametrize(("factor", "spoiled"), [(1.5, False), (8.0, True)])
 @pytest.mark.parametrize("rotated", ["kivi-2-hadamard-sink", "kitty-hadamard"])
 def test_a_rotation_spoils_uneven_keys(factor, spoiled, rotated):
     """The error of q.k after a rotation, beside the same formats without one."""

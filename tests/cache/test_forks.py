@@ -84,8 +84,14 @@ def test_layers_of_different_windows(model):
         torch.testing.assert_close(read(model, each, step), read(model, want, step), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
-@pytest.mark.parametrize("lengths", [(None, None), (400, None), (400, 200), (22, 400)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [
+        *((family, (400, 200)) for family in ("gemma2", "qwen3_next", "jamba", "lfm2")),
+        *(("gemma2", lengths) for lengths in ((None, None), (400, None), (22, 400))),
+    ],
+    ids=str,
+)
 def test_layers_of_transformers_are_forked_too(family, lengths):
     """A fork continues as transformers' own cache does; (22, 400) is shorter than the sliding window of 24."""
     ours, theirs = tiny_models(family)

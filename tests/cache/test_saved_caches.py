@@ -65,7 +65,7 @@ def test_a_restored_cache_gives_the_logits_of_the_saved_one(model, formats, resi
             assert torch.equal(read(model, new, text, whole), read(model, cache, text, whole))
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS[1:3], ids=str)
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
 def test_layers_of_transformers_come_back(family, lengths, tmp_path):
     ours, theirs = tiny_models(family)
@@ -82,7 +82,7 @@ def test_layers_of_transformers_come_back(family, lengths, tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["mla", "snapmla"])
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS[1:3], ids=str)
 def test_latents(preset, lengths, tmp_path):
     ours, _ = mla_models("deepseek_v2")
     cache = lb.from_preset(preset, ours, page_size=32, max_cache_len=lengths[0])

@@ -79,8 +79,15 @@ OTHERS = [family for family in FAMILIES if family != "llama"]
 INT4 = ("int4-channel", "int4-token")
 
 
-def _on_both(family: str, *values):
-    """A case that runs on the oldest version too if its family is one of `EACH_KIND`."""
+#: other models with the kind of layers that llama has
+LIKE_LLAMA = ("qwen3", "qwen3_moe", "mistral", "mixtral", "phi3")
+
+
+def _marked(family: str, *values):
+    """A case that runs on the oldest version too if its family is one of `EACH_KIND`, and in `make test-all` if it has llama's
+    layers."""
+    if family in LIKE_LLAMA:
+        return pytest.param(family, *values, marks=pytest.mark.slow)
     return (family, *values) if family in EACH_KIND else pytest.param(family, *values, marks=pytest.mark.newest)
 
 
@@ -88,7 +95,7 @@ def _on_both(family: str, *values):
     ("models", "batch", "max_cache_len"),
     [
         *(("llama", 1, None), ("llama", 1, 300), ("llama", 4, 300)),
-        *(_on_both(family, 4, None) for family in FAMILIES),
+        *(_marked(family, 4, None) for family in FAMILIES),
         *(
             pytest.param(family, *way, marks=pytest.mark.slow)
             for family in OTHERS
@@ -153,7 +160,7 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_other_attention_implementations_get_dense_tensors(llama, formats, implementation):
     ours, theirs = (copy.deepcopy(model) for model in llama)
@@ -180,7 +187,7 @@ def test_attention_implementation_can_be_set_later(llama):
     ("models", "max_cache_len"),
     [
         ("llama", 200),
-        *(_on_both(family, None) for family in FAMILIES),
+        *(_marked(family, None) for family in FAMILIES),
         *(pytest.param(family, 200, marks=pytest.mark.slow) for family in OTHERS),
     ],
     indirect=["models"],
