@@ -242,10 +242,8 @@ REFUSED = {
 NO_COUNTS = (0, -1, "2", 1.5, True)
 
 
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [*((name, "call") for name in REFUSED), *((name, "every request") for name in ("num_beams", "seed", "top_k"))],
-)
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("where", ["call", "every request"])
 def test_what_cannot_be_served_is_refused_before_anything_is_allocated(model, texts, pools, name, where):
     value, message = REFUSED[name]
     options = {"max_new_tokens": 5, "do_sample": name in ("temperature", "top_k", "top_p", "min_p")}

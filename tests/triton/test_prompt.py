@@ -4,6 +4,7 @@ Without a GPU a part of it runs in Triton's interpreter, in processes of its own
 """
 
 import dataclasses
+import re
 
 import kernel_checks as kernels
 import pytest
