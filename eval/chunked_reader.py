@@ -165,8 +165,6 @@ class Reader:
     def __init__(self, model: Any, make_cache: Callable[[], Cache], chunk: int = 128, batch_size: int = 8):
         if chunk < 1:
             raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} is not allowed; it must be 1 or more (rows)")
         self.model, self.make_cache, self.chunk = model, make_cache, chunk
         self.share = Share()
         cache = make_cache()

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hf_lowbit_kv.installation import need
+
 if TYPE_CHECKING:
     import torch
 
@@ -81,8 +83,7 @@ def process_count() -> int:
         raise ValueError(
             f"{announced[0]}={os.environ[announced[0]]}: a launcher was asked for several processes, but did not start them as "
             "ranks of one run, so each would do all the work. Start them with `accelerate launch --multi_gpu "
-            "--num_processes N -m hf_lowbit_kv ...`, also on CPUs; on several machines add --num_machines, --machine_rank, "
-            "--main_process_ip and --main_process_port"
+            "--num_processes N -m hf_lowbit_kv ...`, also on CPUs"
         )
     return count
 
@@ -97,10 +98,9 @@ def join() -> Processes:
         return ONE_PROCESS
     import torch
 
-    try:
-        from accelerate import PartialState
-    except ImportError as error:
-        raise ImportError("sharing an evaluation needs accelerate: pip install 'hf-lowbit-kv[eval]'") from error
+    need("sharing an evaluation", "eval", "accelerate")
+    from accelerate import PartialState
+
     # without a GPU, ask accelerate for the CPU: otherwise it may find other devices that cannot communicate
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     return Processes(state.process_index, state.num_processes, state.device)

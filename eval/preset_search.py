@@ -39,7 +39,7 @@ class Budget(NamedTuple):
         return size.bits <= self.bits if self.bits is not None else size.nbytes <= (self.memory or 0)
 
     def __str__(self) -> str:
-        amount = f"{self.bits:g} bits per number" if self.bits is not None else f"{self.memory} bytes"
+        amount = f"{self.bits:g} bits per value" if self.bits is not None else f"{self.memory} bytes"
         rows = f" in {self.batch} rows" if self.batch > 1 else ""
         return f"{amount} at {self.context} tokens{rows}"
 
@@ -56,7 +56,7 @@ def within(budget: Budget, sizes_of: Mapping[str, Size], most: int = MOST, wante
         return names[:most] if wanted is None or wanted not in names[most:] else [*names[: most - 1], wanted]
     nearest = sizes_of[order[-1]]
     raise ValueError(
-        f"no preset meets {budget}; the nearest is {order[-1]!r} with {nearest.bits:.2f} bits per number, "
+        f"no preset meets {budget}; the nearest is {order[-1]!r} with {nearest.bits:.2f} bits per value, "
         f"{nearest.nbytes} bytes"
     )
 
@@ -91,8 +91,6 @@ def recommend(
             model's key biases.
     """
     overrides = overrides or {}
-    if not 0 <= start < tokens - 1:
-        raise ValueError(f"tokens={tokens} is not allowed with start={start}; it must be at least start + 2")
     source = read_text(text)
     window_tokens(source, tokenizer, tokens, 1, "tokens")  # raises for a text that is too short
     names, reasons = (list(presets), {}) if presets else fitting_presets(model, overrides)
@@ -224,7 +222,7 @@ def draw(axes: Any, rows: Sequence[dict[str, Any]], title: str) -> None:
         [row["bits_per_value"] for row in front], [row["kl"] for row in front], where="post", color="C0", linewidth=1
     )
     axes.set(
-        xscale="log", yscale="log", xlabel="bits per number, everything counted", ylabel="KL from full precision, nats"
+        xscale="log", yscale="log", xlabel="bits per value, everything counted", ylabel="KL from full precision, nats"
     )
     axes.set_title(title, fontsize=10, loc="left")
     axes.grid(alpha=0.25, which="both")

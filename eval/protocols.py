@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL
-from hf_lowbit_kv.eval.perplexity import as_rows, check_window, score
+from hf_lowbit_kv.eval.perplexity import as_rows, score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
 NAMES = ("wikitext", "kivi")
@@ -51,9 +51,7 @@ def wikitext_text(dataset: str | None = None) -> Text:
         OSError: the hub or the file cannot be read.
     """
     name, config, split = WIKITEXT if dataset is None else (dataset, None, "test")
-    return dataset_text(
-        name, config, split, tokens=EVERYTHING, advice="Without the hub, use a local file: --dataset FILE"
-    )
+    return dataset_text(name, config, split, tokens=EVERYTHING)
 
 
 def wikitext(
@@ -80,12 +78,8 @@ def wikitext(
         the window in 16 bits; see `sizes`), `windows`, `text`.
 
     Raises:
-        ValueError: an unknown preset, `sink` or `residual` among the overrides, or a text or a model's context that is
-            too short.
+        ValueError: an unknown preset, or a text or a model's context that is too short.
     """
-    if taken := {"sink", "residual", "residual_length"} & overrides.keys():
-        raise ValueError(f"{min(taken)}= is set by the protocol wikitext: sink={SINK}, residual={RESIDUALS}")
-    check_window(model, CONTEXT, 0)
     settings = {
         f"{preset} {residual}": (preset, residual) for preset in dict.fromkeys(presets) for residual in RESIDUALS
     }

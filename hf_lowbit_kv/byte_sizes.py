@@ -12,12 +12,14 @@ UNITS |= {unit.removesuffix("B"): factor for unit, factor in UNITS.items()}
 SMALLEST_WITHOUT_UNIT = 10**6
 
 
-def parse_size(text: str, name: str | None = None) -> int:
-    """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes. Raises `ValueError` for anything else.
+def parse_size(text: int | str, name: str | None = None) -> int:
+    """`"24GB"`, `"512 MiB"`, `"1e9"` -> bytes; a number stays. Raises `ValueError` for other texts.
 
     Args:
         name: name of the argument, for the message.
     """
+    if not isinstance(text, str):
+        return text
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     label = f"size {text!r}" if name is None else f"{name}={text!r}"

@@ -19,6 +19,7 @@ from .cache.attention_function import lowbit_attention
 from .cache.implementation import ATTENTION_NAME
 from .cache.preset_cache import cache_of_preset
 from .generation import decoding_loop
+from .installation import EXTRAS, install_missing, not_installed
 from .presets import get_preset, preset_names, recommended_first
 from .triton_kernels.toolchain import (
     INSTALL_TRITON,
@@ -118,7 +119,7 @@ def doctor(device: str | torch.device | None = None) -> Diagnosis:
         kernels=_kernels(),
         backends=_backends(checked_device, dtype),
         check=check,
-        missing=_missing(),
+        missing=_missing() + _extras(),
         ok=check["error"] is None,
     )
 
@@ -215,6 +216,16 @@ def _missing() -> list[dict[str, str]]:
             except (ImportError, OSError, RuntimeError) as error:
                 lacks(f"NVRTC ({str(error).splitlines()[0]})", "the CUDA kernels, the fastest ones", install_nvrtc())
     return missing
+
+
+def _extras() -> list[dict[str, str]]:
+    """Extras that are not complete: their missing packages, the commands that need them, and how to install them."""
+    lacking = {name: not_installed((*extra.modules, *extra.data)) for name, extra in EXTRAS.items()}
+    return [
+        {"what": ", ".join(modules), "for": EXTRAS[name].purpose, "command": install_missing(name)}
+        for name, modules in lacking.items()
+        if modules
+    ]
 
 
 # ---- backends -------------------------------------------------------------------------------------------------------

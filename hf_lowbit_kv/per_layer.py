@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -31,8 +30,6 @@ OPTIONS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "transform": ("key_transform", parse_transform),
     "value_transform": ("value_transform", parse_transform),
 }
-#: of a function as `per_layer=`
-SIGNATURE = "(index, config) -> preset, options or None"
 #: the options of layers in `dense_layers`
 DENSE = {"key_format": "dense", "value_format": "dense", "transform": "none", "value_transform": "none"}
 
@@ -59,23 +56,14 @@ def layer_specs(
         model_sides: by index, for the packed layers.
 
     Raises:
-        ValueError: an index is not a packed layer or is given twice, a preset or option is unknown, or a preset does
-            not fit the layer.
-        TypeError: a value is not a `Choice`, or an index is not an integer.
+        ValueError: an index is not a packed layer, a layer is in both arguments, a preset or option is unknown, or a preset
+            does not fit the layer.
     """
-    if isinstance(dense_layers, (str, int)) or not isinstance(dense_layers, Iterable):
-        raise TypeError(f"dense_layers={dense_layers!r} is not allowed; it must be a list of layer indices")
     choices = _by_index("dense_layers", dict.fromkeys(dense_layers, DENSE), config, model_sides)
     if callable(per_layer):
-        _check_signature(per_layer)
         per_layer_choices = {index: choice for index in model_sides if (choice := per_layer(index, config)) is not None}
-    elif per_layer is None or isinstance(per_layer, Mapping):
-        per_layer_choices = _by_index("per_layer", per_layer or {}, config, model_sides)
     else:
-        raise TypeError(
-            f"per_layer={per_layer!r} is not allowed; it must be a mapping from layer indices to presets or options, "
-            f"or a function {SIGNATURE}"
-        )
+        per_layer_choices = _by_index("per_layer", per_layer or {}, config, model_sides)
     if doubled := sorted(choices.keys() & per_layer_choices.keys()):
         raise ValueError(f"layers {doubled} are in dense_layers and in per_layer; name each layer once")
     choices |= per_layer_choices
@@ -90,34 +78,18 @@ def layer_specs(
     return by_layer
 
 
-def _check_signature(function: Callable[..., Any]) -> None:
-    """Raise `TypeError` unless the function takes an index and a configuration."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions of C have none
-        return
-    try:
-        signature.bind(0, None)
-    except TypeError as error:
-        raise TypeError(f"per_layer={function!r} is not allowed: {error}; it must be a function {SIGNATURE}") from None
-
-
 def _by_index(
     argument: str, choices: Mapping[int, Choice], config: Any, model_sides: Mapping[int, ModelSide]
 ) -> dict[int, Choice]:
     """`choices` with layer indices that count from 0."""
     count, by_index = config.num_hidden_layers, dict[int, Choice]()
     for key, choice in choices.items():
-        if not isinstance(key, int) or isinstance(key, bool):
-            raise TypeError(f"{argument} has the index {key!r}; it must be an integer")
         index = key + count if key < 0 else key
         if index not in model_sides:
             raise ValueError(
                 f"{argument} has the index {key}, which is not a full-attention layer of this model; allowed: "
                 f"{sorted(model_sides)} (negative ones count from layer {count - 1})"
             )
-        if index in by_index:
-            raise ValueError(f"{argument} has layer {index} twice, as {index} and as {index - count}")
         by_index[index] = choice
     return by_index
 
@@ -125,10 +97,6 @@ def _by_index(
 def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, model_side: ModelSide) -> LayerSpec:
     """`spec` with the changes of `choice` for layer `index`."""
     where = f"per_layer[{index}]"
-    if not isinstance(choice, (str, Preset, Mapping)):
-        raise TypeError(
-            f"{where}={choice!r} is not allowed; it must be the name of a preset or a dict of {tuple(OPTIONS)}"
-        )
     try:
         return (
             _by_options(spec, choice) if isinstance(choice, Mapping) else _by_preset(spec, choice, config, model_side)
@@ -138,7 +106,7 @@ def _changed(spec: LayerSpec, choice: Choice, index: int, config: Any, model_sid
 
 
 def _by_preset(spec: LayerSpec, choice: str | Preset, config: Any, model_side: ModelSide) -> LayerSpec:
-    preset = get_preset(choice) if isinstance(choice, str) else choice
+    preset = choice if isinstance(choice, Preset) else get_preset(choice)
     if preset.attention_kind not in (None, model_side.attention_kind.name):
         raise ValueError(
             f"{preset.name!r} does not fit: this layer of model_type={config.model_type!r} is "
@@ -162,7 +130,6 @@ def layer_parameters(
 
     Raises:
         ValueError: `parameters` names a layer that is not packed.
-        TypeError: `parameters` is neither a mapping nor an object with `for_layer`.
     """
     if parameters is None:
         return {index: {} for index in specs}
@@ -170,11 +137,6 @@ def layer_parameters(
         if unknown := [index for index in parameters if index not in specs]:
             raise ValueError(f"parameters are given for layer {unknown[0]!r}; layers that are packed: {sorted(specs)}")
         return {index: parameters.get(index, {}) for index in specs}
-    if not hasattr(parameters, "for_layer"):
-        raise TypeError(
-            f"parameters={parameters!r} is not allowed; it must be a mapping from layer index to tensors by name, or an object "
-            "with a method for_layer(index)"
-        )
     return {index: parameters.for_layer(index) for index in specs}
 
 

@@ -246,20 +246,11 @@ def register_preset(
     Raises:
         ValueError: the name is taken, reserved or not a word, or a format, a transform or a number is not allowed. Nothing is
             registered.
-        TypeError: one of the names is not a string.
 
     Example:
         >>> preset = lb.register_preset("mine-3", "int4-channel", "int2-token", sink=64)
         >>> cache = lb.from_preset("mine-3", model)
     """
-    if not isinstance(name, str):
-        raise TypeError(f"name={name!r} is not allowed; it must be a string such as 'mine-3'")
-    for argument, value in (
-        *(("key_format", key_format), ("value_format", value_format), ("note", note)),
-        *(("transform", transform), ("value_transform", value_transform)),
-    ):
-        if not isinstance(value, str):
-            raise TypeError(f"{argument}={value!r} is not allowed; it must be a string")
     if not name or name != name.strip() or any(character in name for character in "|/, "):
         raise ValueError(f"name={name!r} is not allowed; it must be a word without spaces, commas, '|' and '/'")
     if name in RESERVED:

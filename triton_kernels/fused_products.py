@@ -144,7 +144,6 @@ def products(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor] | None = None,
-    tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """`x @ weight.T + bias` for two or three weights.
 
@@ -152,18 +151,12 @@ def products(
         x: `[..., K]`, at most `MAX_ROWS` rows in all.
         weights: `[n, K]`, their last dimension dense.
         biases: `[n]`, for all weights or for none. All have one device and one dtype, float16 or bfloat16.
-        tiles: the tiling of the launch; by default the fastest on an H200.
 
     Returns:
         For each weight `[..., n]`, contiguous.
-
-    Raises:
-        ValueError: there are too many rows, or not two or three weights.
     """
     flat = _rows(x)
-    if len(weights) not in (2, 3):
-        raise ValueError(f"weights: {len(weights)} are given; allowed: 2 or 3")
-    tiles = tiles or _fitting(ONE_ROW if len(flat) == 1 else MORE_ROWS, 1, flat)
+    tiles = _fitting(ONE_ROW if len(flat) == 1 else MORE_ROWS, 1, flat)
     outs = [x.new_empty(*x.shape[:-1], len(weight)) for weight in weights]
     sizes = [len(weight) for weight in weights]
     three = [(*of_kind, *of_kind[-1:])[:3] for of_kind in (weights, biases or weights, outs)]
@@ -182,24 +175,20 @@ def gated_product(
     weights: tuple[torch.Tensor, torch.Tensor],
     activation: str,
     biases: Sequence[torch.Tensor] | None = None,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """`activation(x @ gate.T) * (x @ up.T)`, rounded once at the end.
 
     Args:
-        x, biases, tiles: as for `products`.
+        x, biases: as for `products`.
         weights: the gate's and the other one's, `[N, K]` each.
         activation: one of `fused_kernels.ACTIVATIONS`.
 
     Returns:
         `[..., N]`, contiguous.
-
-    Raises:
-        ValueError: too many rows.
     """
     flat = _rows(x)
     gate, up = weights
-    tiles = tiles or _fitting(ONE_ROW_GATED if len(flat) == 1 else MORE_ROWS_GATED, 2, flat)
+    tiles = _fitting(ONE_ROW_GATED if len(flat) == 1 else MORE_ROWS_GATED, 2, flat)
     out = x.new_empty(*x.shape[:-1], len(gate))
     launch(
         *(gated_product_kernel, (cdiv(len(gate), tiles.outputs),), flat, gate, up, *(biases or weights), out),
@@ -224,8 +213,6 @@ def _fitting(tiles: Tiles, weights: int, flat: torch.Tensor) -> Tiles:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     flat = x.reshape(-1, x.shape[-1])
-    if not 1 <= len(flat) <= MAX_ROWS:
-        raise ValueError(f"x has {len(flat)} rows; allowed: 1 to {MAX_ROWS}")
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 

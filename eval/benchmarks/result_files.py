@@ -132,8 +132,6 @@ def read_records(path: Path) -> list[Record]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path.name}, line {number}, is no JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path.name}, line {number}, is no record: {line[:80]!r}")
         records.append(record)
     return records
 

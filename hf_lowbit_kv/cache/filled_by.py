@@ -194,6 +194,6 @@ def _snapshot_of_module(module: Any) -> ModelSnapshot | None:
 def another_model(reason: str) -> str:
     """The message for a cache that another model or adapter would continue."""
     return (
-        f"the tokens in this cache were computed by another model than the one that reads on: {reason}. Go back to the model "
-        "and the adapters that filled it, or call cache.reset() and read the whole text again"
+        f"this cache was filled by a different model: {reason}. Go back to the model and the adapters that filled it, or call "
+        "cache.reset() and pass the whole text again"
     )

@@ -370,10 +370,13 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
             int(index): _layer_contents(fields, f"layers.{index}", tensors)
             for index, fields in description["layers"].items()
         }
+        texts = {(*layer.lengths, layer.seen) for layer in layers.values()}
+        if layers and (len(texts) > 1 or layers.keys() != {int(index) for index in description["specs"]}):
+            raise ValueError("not all layers hold the text")
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UninterpretableError(f"the saved cache has a layer that this release does not know: {error}") from error
+        raise UninterpretableError(f"the saved cache has layers that this release does not know: {error}") from error
     native_layers = {
         int(index): NativeContents.from_tensors(
             fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}

@@ -96,8 +96,7 @@ def text_config(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrain
     config = config.get_text_config(decoder=True)
     if not hasattr(config, "num_hidden_layers"):
         raise ValueError(
-            f"model_type={config.model_type!r} has no num_hidden_layers: it is several stacks of layers, and a low-bit cache "
-            "is for one"
+            f"model_type={config.model_type!r} has no num_hidden_layers: models with several stacks of layers are not supported"
         )
     if (loops := getattr(config, "n_recurrent_loops", 1)) > 1:
         raise ValueError(

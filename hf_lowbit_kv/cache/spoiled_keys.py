@@ -87,9 +87,9 @@ def spoiled_keys(
     if large := {i: ratios[i].bias for i in biased if i in ratios and ratios[i].bias >= LARGE}:
         spec = specs[min(large)]
         texts.append(
-            f"{name} has key biases that key_format={spec.key_format.name!r} does not survive: in {_named(large)} a bias is "
-            "that many times as large as what differs between tokens, and takes the codes of all channels. Texts will be "
-            f"wrong. Take {_instead(spec, spec.key_format.for_biased_keys)}, whose keys survive"
+            f"{name} has key biases that are too large for key_format={spec.key_format.name!r}: in {_named(large)} a bias is "
+            "that many times as large as the differences between tokens, so the codes cannot hold both. Texts will be wrong. "
+            f"Take {_instead(spec, spec.key_format.for_biased_keys)}, whose keys survive"
         )
     if uneven := {i: ratios[i].rotation for i in rotated if i in ratios and ratios[i].rotation >= UNEVEN}:
         spec = specs[min(uneven)]

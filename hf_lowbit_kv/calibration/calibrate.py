@@ -81,10 +81,6 @@ def calibrate(
         >>> calibration = lb.calibrate(model, tokenizer, [long_text], ["vecinfer-2"], samples=2, length=256, progress=False)
         >>> tokens = lb.generate(model, **inputs, preset="vecinfer-2", calibration=calibration, max_new_tokens=8)
     """
-    if text_names is not None and len(text_names) != len(texts):
-        raise ValueError(
-            f"text_names={text_names!r} is not allowed; it must be one name for each of the {len(texts)} texts"
-        )
     specs = _specs(preset)
     plan = plan_for(model, preset, per_head)
     check_in_memory(model, "windows", "calibrate where the model fits")

@@ -25,17 +25,12 @@ def try_file(path: Path, label: str) -> Calibration | None:
         The calibration in the file, or `None` if there is no file.
 
     Raises:
-        ValueError: `path` is a folder or a device, or its file is damaged or of another version.
+        ValueError: `path` is a folder, or its file is damaged or of another version.
         OSError: `path` cannot be written.
     """
     if path.is_dir():
         raise ValueError(f"{label} is a folder; name a file, e.g. {str(path / FILE_NAME)!r}")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{label} is not a regular file; name another one")
-    try:
-        try_folder(path.parent)
-    except OSError as error:
-        raise OSError(f"{label} cannot be written: {error}") from error
+    try_folder(path.parent)
     if not path.exists():
         return None
     if not os.access(path, os.W_OK):

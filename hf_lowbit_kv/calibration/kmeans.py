@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..installation import install_extra
 from ..triton_kernels.determinism import deterministic
 
 #: largest number of points used per centroid
@@ -21,10 +22,8 @@ def kmeans(x: torch.Tensor, count: int, seed: int, iterations: int = ITERATIONS)
     centroid.
 
     Raises:
-        ValueError: there are fewer points than centroids, or points are not finite. ImportError: faiss is missing, on a
-            CPU.
+        ValueError: points are not finite. ImportError: faiss is missing, on a CPU.
     """
-    check_points(len(x), count)
     if not bool(x.isfinite().all()):
         raise ValueError("the sub-vectors are not all finite")
     x = x.float()
@@ -53,7 +52,7 @@ def _faiss_package() -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise ImportError("calibration on a CPU needs faiss: pip install 'hf-lowbit-kv[calibrate]'") from error
+        raise ImportError(f"calibration on a CPU needs faiss: {install_extra('calibrate')}") from error
     return faiss
 
 

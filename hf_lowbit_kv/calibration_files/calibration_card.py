@@ -41,12 +41,10 @@ def card(calibration: Any, measured: Sequence[Mapping[str, Any]] = ()) -> str:
             `bits_per_value`, `kl`, `top1` and `text`, the name of the text. The text must not be one of the calibration.
 
     Raises:
-        ValueError: a mapping names a text that the calibration has used, or lacks `preset` or `kl`.
+        ValueError: a mapping names a text that the calibration has used.
     """
     texts = {str(text) for run in calibration.source for text in _as_list(run.get("texts"))}
     for row in measured:
-        if missing := [key for key in ("preset", "kl") if key not in row]:
-            raise ValueError(f"measured has {dict(row)!r} without {missing[0]!r}")
         if (text := str(row.get("text", ""))) in texts:
             raise ValueError(f"measured has text={text!r}, which the calibration has used: measure on another text")
     data = ModelCardData(library_name="hf-lowbit-kv", tags=["kv-cache", "quantization", "calibration"])

@@ -133,10 +133,6 @@ def _skip(path: Path, reason: str) -> None:
         )
 
 
-class _WrongTensorError(ValueError):
-    """A tensor of a calibration has another shape than the layer needs."""
-
-
 class CalibratedParameters(NamedTuple):
     """Tensors by layer and full name (`LayerSpec.parameters`), a remark for `summary()`, and the model that the calibration
     was made for."""
@@ -164,15 +160,13 @@ def parameters_for(
         allow_other_weights: accept calibrations for other weights of the same sizes.
 
     Raises:
-        ValueError: there is no calibration, it was made for another model, a tensor is missing, or a tensor has a wrong
-            shape.
+        ValueError: there is no calibration, it was made for another model, or a tensor is missing.
     """
     load: Callable[[Any], Calibration] = Calibration.load
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = torch.Tensor.to
     if isinstance(calibration, Borrowed):
         calibration, load, convert = calibration.source, _load_once, converted
     needs = {layer: tensors for layer, spec in specs.items() if (tensors := list(needs_of(spec)))}
-    shapes = {layer: _shapes(specs[layer], sizes[layer]) for layer in needs}
     if calibration is None and not needs:
         return CalibratedParameters({})
     model = describe_model(model_or_config, sizes)
@@ -181,18 +175,15 @@ def parameters_for(
         loaded = calibration if isinstance(calibration, Calibration) else load(calibration)
         loaded.check(model, allow_other_weights)
         try:
-            found = _parameters(loaded, needs, shapes, convert)
+            found = _parameters(loaded, needs, convert)
             return CalibratedParameters(found, _remark(loaded, specs, model), loaded.made_for)
         except ValueError as error:
             raise ValueError(f"{error}; {_how_to_make(needs, specs, name, preset, loaded.path)}") from error
     reasons, refused = list[str](), list[str]()
     for candidate in find(model, load, allow_other_weights, refused):
         try:
-            found = _parameters(candidate, needs, shapes, convert)
+            found = _parameters(candidate, needs, convert)
             return CalibratedParameters(found, _remark(candidate, specs, model), candidate.made_for)
-        except _WrongTensorError as error:
-            _skip(Path(candidate.path or ""), str(error))
-            reasons.append(str(error))
         except ValueError as error:
             reasons.append(str(error))
     layer, spec = next((layer, specs[layer]) for layer in needs)
@@ -259,32 +250,12 @@ def _without_attention(calibration: Calibration, specs: Mapping[int, Any]) -> st
     return None
 
 
-def _shapes(spec: Any, size: tuple[int | None, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that a spec needs, by full name. Empty if the configuration does not give the layer's
-    sizes."""
-    heads, *dims = size
-    if heads is None or None in dims:
-        return {}
-    return {parameter.name: parameter.shape for parameter in spec.parameters(*dims, heads)}
-
-
 def _parameters(
     calibration: Calibration,
     needs: Mapping[int, Iterable[tuple[str, str, tuple[str, ...], torch.dtype]]],
-    shapes: Mapping[int, Mapping[str, tuple[int, ...]]],
     convert: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
 ) -> dict[int, dict[str, torch.Tensor]]:
-    parameters: dict[int, dict[str, torch.Tensor]] = {}
-    for layer, tensors in needs.items():
-        parameters[layer] = {}
-        for name, side, names, dtype in tensors:
-            tensor = calibration.get(layer, side, names)
-            shape = shapes[layer].get(name)
-            if shape is not None and tuple(tensor.shape) not in (shape, (1, *shape[1:])):
-                where = f"calibration={calibration.path!r}" if calibration.path else "calibration"
-                raise _WrongTensorError(
-                    f"{where} has {'.'.join(('layers', str(layer), side, *names))} of shape {tuple(tensor.shape)}, but the "
-                    f"layer needs {shape}" + (f", or {(1, *shape[1:])} for all KV heads" if shape[0] > 1 else "")
-                )
-            parameters[layer][name] = convert(tensor, dtype)
-    return parameters
+    return {
+        layer: {name: convert(calibration.get(layer, side, names), dtype) for name, side, names, dtype in tensors}
+        for layer, tensors in needs.items()
+    }

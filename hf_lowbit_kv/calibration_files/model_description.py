@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +14,6 @@ from . import weight_sums
 MARKS, TOLERANCE = 64, 0.02
 #: how a user accepts a calibration of other weights
 ACCEPTING = "calibrate these weights (a fine-tune, adapters), or accept the loss with allow_other_weights=True"
-#: weights are smaller, so a file with a larger number is damaged
-LARGEST_MARK = 1e39
 
 
 def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, ...]]) -> dict[str, Any]:
@@ -48,29 +45,6 @@ def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, 
             out["marks"] = [float(f"{x:.4g}") for x in sums.others]
         out |= {"weights": sums.sums} | ({} if sums.unread is None else {"unread": sums.unread})
     return out
-
-
-def check_description(model: Any) -> None:
-    """Raise `ValueError` if `model` does not have the form that `describe_model` returns."""
-    if not isinstance(model, dict) or not all(isinstance(model.get(key), str) for key in ("name", "model_type")):
-        raise ValueError(f"model {reprlib.repr(model)} has no name and model_type")
-    layers, marks, weights = model.get("layers"), model.get("marks", []), model.get("weights", {})
-    if not isinstance(layers, dict) or not all(_is_list_of((int, type(None)), sizes, 1) for sizes in layers.values()):
-        raise ValueError(f"layers {reprlib.repr(layers)} are not KV heads and sizes by layer")
-    if not _is_list_of((int, float), marks) or not all(abs(mark) < LARGEST_MARK for mark in marks):
-        raise ValueError(f"marks {reprlib.repr(marks)} are not a list of numbers")
-    if not isinstance(weights, dict) or not all(
-        isinstance(tensors, dict)
-        and all(_is_list_of((int, float), x, 2) and all(abs(y) < LARGEST_MARK for y in x) for x in tensors.values())
-        for tensors in weights.values()
-    ):
-        raise ValueError(f"weights {reprlib.repr(weights)} are not sums by kind and name")
-    if not isinstance(model.get("unread", ""), str):
-        raise ValueError(f"unread {reprlib.repr(model['unread'])} is not a text")
-
-
-def _is_list_of(types: tuple[type, ...], x: Any, least: int = 0) -> bool:
-    return isinstance(x, list) and len(x) >= least and all(isinstance(each, types) for each in x)
 
 
 class MadeFor(NamedTuple):

@@ -50,11 +50,9 @@ def demo(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a question about a text with the full-precision cache and with presets, and compare the answers."""
+    """Answer a question about a text with and without low-bit caches."""
     every = preset == ["all"]
     names = [] if every else resolve_presets(preset or [",".join(PRESETS)])
-    if prompt is not None and not prompt.strip():
-        raise ValueError("--prompt is empty; give a message to answer")
     from ..eval.demo import compare, default_prompt
 
     prompt = default_prompt() if prompt is None else prompt

@@ -9,8 +9,9 @@ import typer
 
 from ..eval import data_parallel
 from ..eval.local_models import default_texts
+from ..installation import need
 from ..presets import get_preset
-from .every_command import add_command, need
+from .every_command import add_command
 from .shared_options import (
     MEASURING,
     CalibrationOption,
@@ -69,16 +70,13 @@ def lm_eval(
     Offline tasks: hellaswag_100, mmlu_sample, needle. Further options are lm-eval's own, e.g. --limit 20, --num_fewshot 5,
     --gen_kwargs, --output_path; `lm-eval run --help` lists them.
     """
-    need("eval", "lm_eval")
+    need("this command", "eval", "lm_eval")
     names = [name for name in split_names(preset) if name != "full"]
     for name in names:
         get_preset(name)
-    if not (task_names := split_names(tasks, "--tasks")):
-        raise ValueError("--tasks is empty; offline tasks: hellaswag_100, mmlu_sample, needle")
+    task_names = split_names(tasks)
     check_dtype(dtype)
     check_device(device_of_process(device))
-    if not (full or names):
-        raise ValueError("--preset is empty; see `hf-lowbit-kv presets`")
 
     from ..eval.chunked_reader import FULL
     from ..eval.lm_eval_model import comparison, evaluate, samples_of
@@ -155,7 +153,7 @@ def protocol(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the evaluations of papers: perplexity of WikiText-2 in chunks of 16 tokens, or GSM8K and LongBench.
+    """Measure as papers do: WikiText-2, GSM8K and LongBench. WikiText-2 is read in chunks of 16 tokens.
 
     With --name kivi, all other options go to lm-eval, e.g. --limit 200.
     """
@@ -167,8 +165,6 @@ def protocol(
     if name == "wikitext":
         if tasks or context.args:
             raise ValueError(f"{(['--tasks'] if tasks else context.args)[0]} is not allowed with --name wikitext")
-        if dataset is not None and not dataset.is_file():
-            raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name wikitext it must be a file")
         text = protocols.wikitext_text(None if dataset is None else str(dataset))
         loaded, tokenizer = load(model, device, dtype)
         rows = protocols.wikitext(names, text, loaded, tokenizer, windows, batch_size, **changes)
@@ -180,10 +176,8 @@ def protocol(
         return
     if windows:
         raise ValueError("--windows is not allowed with --name kivi")
-    need("eval", "lm_eval")
-    if dataset is not None and not dataset.is_dir():
-        raise ValueError(f"--dataset {str(dataset)!r} is not allowed; for --name kivi it must be a folder")
-    task_names = protocols.check_kivi(split_names(tasks, "--tasks"))
+    need("this command", "eval", "lm_eval")
+    task_names = protocols.check_kivi(split_names(tasks))
     if dataset is not None:
         for task_name in task_names:
             protocols.local_task(task_name, dataset)  # raises before the model is loaded
@@ -248,7 +242,7 @@ def needle(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hide a fact in a text at several depths and lengths, and measure whether the model finds it with each preset."""
+    """Measure whether the model finds a fact in a text. It is hidden at several depths and lengths."""
     names = resolve_presets(preset)
     from ..eval import needle as task
 
@@ -290,7 +284,7 @@ def perplexity(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare each preset with the full-precision cache: perplexity, KL divergence, top-1 agreement."""
+    """Measure perplexity, KL divergence and top-1 agreement."""
     names = resolve_presets(preset)
     if start >= context - 1:
         raise ValueError(
@@ -363,7 +357,9 @@ def _print_positions(rows: list[dict[str, Any]]) -> None:
         print_table(f"{metric} by position", cells)
 
 
-eval_app = typer.Typer(help="Compare presets with the full-precision cache.", no_args_is_help=True)
+eval_app = typer.Typer(
+    help="Compare presets with the full-precision cache.", no_args_is_help=True, rich_markup_mode=None
+)
 #: commands that can run in several processes
 SHARED = ("perplexity", "lm-eval")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
+
+from ..installation import install_extra
 
 #: imported files -> names of their modules
 _imported: dict[Path, str] = {}
@@ -27,15 +28,13 @@ def import_files(paths: list[Path] | None) -> None:
         ImportError: a file raises; the message says where.
     """
     for path in paths or []:
-        if path.suffix != ".py":
-            raise ValueError(f"--import {str(path)!r} is not allowed; it must be a Python file that ends in .py")
         full = path.resolve()
         if full in _imported:
             continue
         name = f"hf_lowbit_kv_file_{len(_imported)}_{full.stem}"
         spec = importlib.util.spec_from_file_location(name, full)
-        assert spec is not None
-        assert spec.loader is not None
+        if spec is None or spec.loader is None:
+            raise ValueError(f"--import {str(path)!r} is not allowed; it must be a Python file that ends in .py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses look up their module
         if str(full.parent) not in sys.path:
@@ -90,19 +89,9 @@ def add_command(
         extra_for: when it is needed.
         options: options of `typer.Typer.command`.
     """
-    needs = "Needs no extra packages." if extra is None else f"Needs {_install(extra)} ({extra_for})."
-    text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{escape(needs)}"
+    needs = "Needs no extra packages." if extra is None else f"Needs {install_extra(extra)} ({extra_for})."
+    text = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{needs}"
     app.command(name, help=text, **options)(_with_import(command))
-
-
-def need(extra: str, *modules: str) -> None:
-    """Raise `ImportError` if a package of an extra is missing. The message names the command that installs it."""
-    if lacking := [name for name in modules if importlib.util.find_spec(name) is None]:
-        raise ImportError(f"this command needs {', '.join(lacking)}: {_install(extra)}")
-
-
-def _install(extra: str) -> str:
-    return f"pip install 'hf-lowbit-kv[{extra}]'"
 
 
 def _with_import(command: Callable[..., Any]) -> Callable[..., Any]:

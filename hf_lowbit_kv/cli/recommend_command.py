@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def recommend(
     bits: Annotated[
-        float | None, typer.Option(help="Budget: bits per number at --context, scales and window included.")
+        float | None, typer.Option(help="Budget: bits per value at --context, scales and window included.")
     ] = None,
     cache_memory: Annotated[
         str | None, typer.Option(help="Budget, instead of --bits: memory of the cache at --context, e.g. 24GB.")
@@ -73,23 +73,22 @@ def recommend(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Measure the presets within a budget, and recommend the best one.
+    """Measure the presets within a budget, and name the best one.
 
     Presets that need a calibration are included if the model has one, or with --calibrate.
     """
     if (bits is None) == (cache_memory is None):
         raise ValueError("give a budget, either --bits or --cache-memory")
-    if bits is not None and not 0 < bits < float("inf"):
-        raise ValueError(f"--bits {bits:g} is not allowed; it must be a number above 0")
-    if calibration_text and not calibrate:
-        raise ValueError(f"--calibration-text {str(calibration_text[0])!r} is not allowed without --calibrate")
-    if calibrate and calibration is not None:
-        raise ValueError(f"--calibrate and --calibration {calibration!r} exclude each other; give one of them")
     from ..eval.preset_search import Budget
     from ..eval.preset_search import recommend as measure
 
     budget = Budget(bits, None if cache_memory is None else parse_size(cache_memory, "--cache-memory"), context, batch)
     names, changes = resolve_presets(preset), parse_overrides(overrides, calibration)
+    if calibration is None and calibrate is None and _can_ask():
+        hint = (
+            "When the model is loaded, this asks whether to calibrate it (--calibrate or --no-calibrate answers now)."
+        )
+        Console(stderr=True).print(hint, highlight=False)
     loaded, tokenizer = load(model, device, dtype)
     source = text or default_texts()[0]
     if calibration is None:
@@ -125,6 +124,10 @@ def recommend(
         )
 
 
+def _can_ask() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 def _calibrate_first(
     model: Any,
     tokenizer: Any,
@@ -144,8 +147,9 @@ def _calibrate_first(
         return
     console, names_text = Console(stderr=True), ", ".join(lacking)
     announcement = f"{names_text}: a calibration of the model takes {cost(model, lacking)}"
-    if confirmed is None and sys.stdin.isatty() and console.is_terminal:
-        confirmed = typer.confirm(f"{announcement}. Make it?", err=True)
+    if confirmed is None and _can_ask():
+        console.print(f"{announcement}. Make it? [y/N] ", end="", markup=False, soft_wrap=True)
+        confirmed = sys.stdin.readline().strip().lower() in ("y", "yes")  # the end of input is a no
     if not confirmed and names:
         return  # presets named by the user are not excluded: they raise with the command that calibrates
     if not confirmed:

@@ -9,9 +9,18 @@ import typer
 from rich.console import Console
 
 from ..eval.local_models import bundled_model
+from ..installation import EXTRAS, need
 from ..presets import DEFAULT_PRESET, get_preset
-from .every_command import need
-from .shared_options import DTYPES, CalibrationOption, ModelOption, SetOption, check_device, parse_overrides, print_json
+from .shared_options import (
+    DTYPES,
+    CalibrationOption,
+    ModelOption,
+    SetOption,
+    check_device,
+    check_dtype,
+    parse_overrides,
+    print_json,
+)
 
 
 def serve(
@@ -65,19 +74,19 @@ def serve(
     ] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object when the server is ready.")] = False,
 ) -> None:
-    """Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health.
+    """Serve a model with OpenAI's API.
 
-    The server is transformers' own. It batches requests, and prompts with a common prefix share packed pages.
+    Paths: /v1/chat/completions, /v1/completions, /v1/models, /health. The server is transformers' own. It batches
+    requests, and prompts with a common prefix share packed pages.
     """
-    need("serve", "accelerate", "fastapi", "uvicorn", "openai")
+    need("serve", "serve", *EXTRAS["serve"].modules)
     get_preset(preset)
     from ..prompts.prefix_store import PrefixStore
     from ..requests.memory_budget import memory_in_bytes
     from ..requests.paged_calls import check_version
 
     check_version()
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"--dtype {dtype!r} is not offered; allowed: auto, {', '.join(DTYPES)}")
+    check_dtype(dtype, ("auto", *DTYPES))
     check_device(None if device == "auto" else device)
     if api_key == "":
         raise ValueError("--api-key '' is not allowed; leave it out for a server without a key")

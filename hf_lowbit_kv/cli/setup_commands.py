@@ -92,7 +92,7 @@ def calibrate(
     dtype: DtypeOption = None,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Compute the parameters of calibrated presets (eigen-2, eigen-3) from texts that a model reads.
+    """Calibrate presets such as eigen-2 for a model, from texts.
 
     If the file exists, the command adds to it, and keeps calibrations of other presets.
     """
@@ -156,15 +156,10 @@ def share(
     private: Annotated[bool, typer.Option("--private", help="Make the repository private, if it is new.")] = False,
     as_json: JsonObjectOption = False,
 ) -> None:
-    """Upload a calibration to the hub, with a card that names its model and texts."""
+    """Upload a calibration to the hub. Its card names the model and the texts."""
     rows = []
     if measured is not None:
-        try:
-            rows = json.loads(read_text(measured).content)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--measured {str(measured)!r} is not JSON: {error}") from error
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(f"--measured {str(measured)!r} is not a JSON list of objects")
+        rows = json.loads(read_text(measured).content)
     from ..calibration_files.calibration_file import Calibration
 
     loaded = Calibration.load(calibration)
@@ -199,7 +194,7 @@ def fits(
     every: Annotated[bool, typer.Option("--all", help="Print all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how much GPU memory a model and its cache need with each preset, and whether that fits.
+    """Show the GPU memory of a model and its cache with each preset.
 
     The count includes weights, cache, prefill, and CUDA. With --json the list always has all presets.
     """
@@ -207,9 +202,7 @@ def fits(
     from ..planning.fits import fits as memory_fits
 
     count = len(names or preset_names())
-    with progress(
-        count, after=2.0, logged=False
-    ) as begin:  # the slow part makes a cache of each preset on the meta device
+    with progress(count, after=2.0) as begin:  # the slow part makes a cache of each preset on the meta device
         table = memory_fits(
             model, context, memory, rows=rows, weights=weights, presets=names, report=lambda name, *_: begin(name)
         )

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from ..eval.data_parallel import process_count
-from ..eval.local_models import AUTO, load_model, model_name
+from ..eval.local_models import AUTO, check_bundled_model, load_model, model_name
 from ..folders import check_model_folder
 from ..presets import get_preset
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 _INTEGER = re.compile("-?[0-9]+")
-#: options of `from_preset` that must be text or null
-_FORMATS = {"key_format", "value_format"}
-_TEXTS = {*_FORMATS, "backend", "calibration"}
 DTYPES = ("float32", "float16", "bfloat16")
 #: name in JSON -> heading in tables of 80 columns
 HEADINGS = {"bits_per_value": "bits", "residual": "tail", "transform": "mapped"}
@@ -49,8 +46,10 @@ PresetOption = Annotated[
 
 
 def check_model(name: str | None) -> str | None:
-    """The value of `--model`, if it is not a folder that is missing."""
-    if name is not None:
+    """The value of `--model`, if it is not a folder that is missing. Without one, the bundled model must be installed."""
+    if name is None:
+        check_bundled_model()
+    else:
         check_model_folder("--model", name)
     return name
 
@@ -101,12 +100,9 @@ JsonObjectOption = Annotated[bool, typer.Option("--json", help="Print a JSON obj
 MEASURING = "for the bundled model and texts, if you give no --model or --text"
 
 
-def split_names(options: list[str] | None, option: str = "--preset") -> list[str]:
-    """Unique names from repeated and comma-separated values of an option. Raises `ValueError` for an empty name among
-    others."""
-    names = list(dict.fromkeys(name.strip() for value in options or [] for name in value.split(",")))
-    if "" in names and len(names) > 1:
-        raise ValueError(f"{option} {','.join(options or [])!r} has an empty name; separate names by one comma")
+def split_names(options: list[str] | None) -> list[str]:
+    """Unique names from repeated and comma-separated values of an option."""
+    names = dict.fromkeys(name.strip() for value in options or [] for name in value.split(","))
     return [name for name in names if name]
 
 
@@ -147,8 +143,6 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             raise ValueError(f"--set {option!r} is not allowed; it must be NAME=VALUE, e.g. residual=64")
         if name not in PresetCacheOptions.__annotations__:
             raise ValueError(f"--set {option!r} is not allowed: {unknown_option(name)}")
-        if name in overrides:
-            raise ValueError(f"--set {option!r} is not allowed: {name} is set twice; give one value")
         if name == "calibration" and calibration is not None:
             raise ValueError(f"--calibration {calibration!r} and --set {option!r} are both given; give one of them")
         try:
@@ -159,35 +153,11 @@ def parse_overrides(options: list[str] | None, calibration: str | None = None) -
             overrides[name] = {
                 int(key) if _INTEGER.fullmatch(key) else key: each for key, each in overrides[name].items()
             }
-        _check_json(name, overrides[name], option)
     if calibration is None:
         return overrides
     from ..calibration_files.calibration_file import Calibration
 
     return {"calibration": Calibration.load(calibration), **overrides}
-
-
-def _check_json(name: str, value: Any, option: str) -> None:
-    """Raise `ValueError` for a value of `--set` whose type `from_preset` does not take: there it would be a
-    `TypeError`, which counts as a defect."""
-    if name == "parameters":
-        raise ValueError(f"--set {option!r} is not allowed: parameters are tensors; use --calibration FILE")
-    if name == "dense_layers" and not (isinstance(value, list) and all(type(each) is int for each in value)):
-        raise ValueError(
-            f"--set {option!r} is not allowed; it must be a list of layer indices, e.g. dense_layers=[0,-1]"
-        )
-    if name == "per_layer" and value is not None:
-        form = 'a JSON object from layer indices to presets or options, e.g. per_layer={"0": "dense"}'
-        if not isinstance(value, dict) or not all(
-            type(layer) is int and isinstance(each, (str, dict)) for layer, each in value.items()
-        ):
-            raise ValueError(f"--set {option!r} is not allowed; it must be {form}")
-        for each in value.values():
-            for key in _FORMATS & each.keys() if isinstance(each, dict) else ():
-                if not isinstance(each[key], str):
-                    raise ValueError(f"--set {option!r} is not allowed; {key} must be text")
-    if name in _TEXTS and not isinstance(value, str | None):
-        raise ValueError(f"--set {option!r} is not allowed; it must be text")
 
 
 def load(name: str | None, device: str | None, dtype: str | None) -> tuple[Any, Any]:
@@ -208,10 +178,10 @@ def ran_on(model: Any, name: str | None) -> str:
     return f"{model_name(name)}, {str(model.dtype).removeprefix('torch.')}, {device_name(model.device)}"
 
 
-def check_dtype(name: str | None) -> None:
-    """Raise `ValueError` if `--dtype` is not one of `DTYPES`."""
-    if name is not None and name not in DTYPES:
-        raise ValueError(f"--dtype {name!r} is not offered; allowed: {', '.join(DTYPES)}")
+def check_dtype(name: str | None, allowed: Sequence[str] = DTYPES) -> None:
+    """Raise `ValueError` if `--dtype` is not one of `allowed`."""
+    if name is not None and name not in allowed:
+        raise ValueError(f"--dtype {name!r} is not offered; allowed: {', '.join(allowed)}")
 
 
 def check_device(name: str | None) -> torch.device | str | None:
@@ -259,12 +229,12 @@ def refuse_several_processes(command: str) -> None:
 
 
 @contextmanager
-def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[Any]:
-    """Show a bar on standard error. Yields a function to call with the name of each step, when it begins.
+def progress(total: int, after: float = 0.0) -> Iterator[Any]:
+    """Show a bar on standard error, or a line per step where that is not a terminal. Yields a function to call with the
+    name of each step, when it begins.
 
     Args:
         after: seconds before anything is shown.
-        logged: whether to print a line per step if standard error is not a terminal.
     """
     columns = (
         SpinnerColumn(),
@@ -286,7 +256,7 @@ def progress(total: int, after: float = 0.0, logged: bool = True) -> Iterator[An
             return
         if console.is_terminal:
             bar.start()
-        elif logged:  # a log has no moving bar
+        else:
             console.print(f"{steps}/{total} {name}")
 
     try:

@@ -50,8 +50,6 @@ def parse_format(format: str | Format) -> Format:
         >>> lb.parse_format("int2-token-g32")
         Affine('int2-token-g32')
     """
-    if not isinstance(format, (str, Format)):
-        raise TypeError(f"format must be a name such as 'int4-channel' or a Format, not {format!r}")
     return format if isinstance(format, Format) else _parse(format)
 
 

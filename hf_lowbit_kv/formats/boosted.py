@@ -74,7 +74,7 @@ class Boosted(Format):
 
     def __post_init__(self):
         self.check_layout()
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
+        if not 0 <= self.ratio <= 1:
             raise ValueError(f"ratio={self.ratio!r} (boost) is not allowed; it must be a number from 0 to 1")
         if self.score not in SCORES:
             raise ValueError(f"score={self.score!r} is not known; allowed: {SCORES}")
@@ -82,8 +82,6 @@ class Boosted(Format):
             raise ValueError(f"seed={self.seed!r} is not allowed; it must be an integer from 0 to 2**31 - 1")
         if self.score != "random":
             object.__setattr__(self, "seed", 0)  # not used, and not part of the name
-        if self.boosted_bits <= self.bits:
-            raise ValueError(f"boosted_bits={self.boosted_bits!r} is not above bits={self.bits!r}")
         if (self.bits, self.boosted_bits) != (BITS, BOOSTED_BITS):
             pair = f"bits={self.bits!r} with boosted_bits={self.boosted_bits!r}"
             raise ValueError(f"{pair} is not offered; allowed: {BITS} with {BOOSTED_BITS}")

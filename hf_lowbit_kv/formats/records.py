@@ -141,15 +141,9 @@ class Parametrized:
             if name not in tensors:
                 raise ValueError(f"{where}{name} is missing: {self} needs it, {dtype} of shape {shape}")
             tensor = tensors[name]
-            if (
-                not isinstance(tensor, torch.Tensor)
-                or tensor.dtype != dtype
-                or tuple(tensor.shape) not in (shape, (1, *shape[1:]))
-            ):
-                actual = (
-                    f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-                    if isinstance(tensor, torch.Tensor)
-                    else repr(tensor)
-                )
+            if tensor.dtype != dtype or tuple(tensor.shape) not in (shape, (1, *shape[1:])):
                 shared = f", or {(1, *shape[1:])} for all heads" if shape[0] > 1 else ""
-                raise ValueError(f"{where}{name} is {actual}; {self} needs {dtype} of shape {shape}{shared}")
+                raise ValueError(
+                    f"{where}{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; {self} needs {dtype} of shape "
+                    f"{shape}{shared}"
+                )

@@ -25,7 +25,7 @@ words]`, lane `4 g + t`, and a word's two halves are the elements e = 0, 1 of a 
 in the words differ.
 
 Keys. Eight neighbouring channels of one plane are an *octet*. It fills half of an operand's 16 columns: lanes with index
-`t` have its channels `2 t + e`. Octets are in the order of the planes (4 bits, 2, 1). A word has four bits per number: one
+`t` have its channels `2 t + e`. Octets are in the order of the planes (4 bits, 2, 1). A word has four bits per value: one
 octet of 4 bits, two of 2, or four of 1. The field of an octet that begins at bit `at` (0 to 3) of these four is
 
     token 4 g + 2 h + j of the segment: bits 16 e + 8 j + 4 h + at and up
@@ -56,7 +56,7 @@ from .fragment import LAYOUTS, SEGMENT, Plane
 
 #: number of channels of an octet (see above)
 OCTET = 8
-#: bits per number that layout `fragment-1t` supports
+#: bits per value that layout `fragment-1t` supports
 VALUE_BITS = (2, 3, 4)
 
 

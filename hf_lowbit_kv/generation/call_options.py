@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 
 from ..cache.cache_options import PresetOptions
 from ..cache.served_models import longest_text
@@ -178,8 +178,7 @@ def warn_of_length(model: Any, tokens: int, length: int) -> None:
         subject = "the prompt has" if tokens > longest else "prompt and answer may have"
         warnings.warn(
             f"{subject} {tokens if tokens > longest else length} tokens, and the model was made for at most {longest} "
-            "(max_position_embeddings and RoPE scaling of its configuration): beyond that its output is usually useless, "
-            "or it fails. Shorten the prompt, lower max_new_tokens, or load the model with RoPE scaling",
+            "(max_position_embeddings and RoPE scaling of its configuration): beyond that its output is usually useless",
             stacklevel=3,
         )
 
@@ -215,12 +214,8 @@ def check_names(
     Raises:
         ValueError: an option is unknown. The message says where an option of the cache belongs, or suggests a similar
             name.
-        TypeError: `generation_config` is not a `GenerationConfig`.
     """
-    config = options.get("generation_config")
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(f"generation_config={config!r} is not allowed; it must be a GenerationConfig")
-    allowed = {*own, *setting_names(model, config)}
+    allowed = {*own, *setting_names(model, options.get("generation_config"))}
     if model_inputs:
         allowed |= {*inspect.signature(GenerationMixin.generate).parameters, *_UNLISTED_OPTIONS} - {"self", "kwargs"}
     for name, value in options.items():

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import transformers
 from transformers import CompileConfig, GenerationConfig
 
 from ..cache.cache_argument import as_argument
@@ -75,11 +74,6 @@ def forget(model: Any) -> None:
 def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -> None:
     """Raise if transformers would not compile the step. transformers itself only logs that, and runs eagerly."""
     config = GenerationConfig(compile_config=options["compile_config"])
-    if not hasattr(model, "_valid_auto_compile_criteria"):
-        raise ValueError(
-            f"step='compiled' is not possible: transformers {transformers.__version__} has no _valid_auto_compile_criteria, "
-            "which decides whether it compiles a step; use step='recorded'"
-        )
     if model._valid_auto_compile_criteria(as_argument(cache), config):
         return
     quantizer = getattr(model, "hf_quantizer", None)

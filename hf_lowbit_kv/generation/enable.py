@@ -39,7 +39,7 @@ ignore_attributes(_ENABLED, "generate", "_prepare_cache_for_generation", "genera
 _LIVE = ("calibration", "parameters")
 
 
-#: further methods to override on enabled models, added by modules of higher floors
+#: further methods to override on enabled models, registered by higher-level packages
 _ADDED: list[Callable] = []
 
 

@@ -356,7 +356,7 @@ class SharedInput:
         return out
 
 
-PAIRS, LIGER = "pairs are no halves", "of Liger-Kernel already"
+PAIRS, LIGER = "interleaved RoPE", "already patched by Liger-Kernel"
 
 
 # ---- reasons to stay unfused -----------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ def why_no_products(linears: list[tuple[str, nn.Module]]) -> tuple[str, str] | N
         weight: Any = local(linear.weight)
         is_plain = isinstance(linear.weight, nn.Parameter) and type(weight) in _PLAIN and weight.layout is torch.strided
         if not is_plain or weight.stride(-1) != 1:
-            return name, "its weight is no plain tensor"
+            return name, "its weight is not a plain tensor"
         if weight.dtype not in _SIXTEEN_BITS:
             return name, str(weight.dtype).removeprefix("torch.")
         same = (weight.dtype, weight.device, linear.bias is None)

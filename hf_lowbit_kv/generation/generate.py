@@ -140,12 +140,10 @@ def generate(
     caches = kept_caches(inner)
     with caches.lock:
         if past_key_values is not None:
-            if prefixes is not None:
-                raise ValueError("prefixes and past_key_values are both given: past_key_values has its own prefix")
-            if options_of_new or max_cache_len is not None:
+            if options_of_new or max_cache_len is not None or prefixes is not None:
                 raise ValueError(
-                    "cache_options, allow_other_weights, calibration and max_cache_len describe a new cache: they are not "
-                    "allowed with past_key_values"
+                    "cache_options, allow_other_weights, calibration, max_cache_len and prefixes are for a new cache: they are "
+                    "not allowed with past_key_values"
                 )
             kept = _check_cache(past_key_values, preset, call)
             expect_text(kept, call.prompt, call.rows, call.new_tokens, inner)

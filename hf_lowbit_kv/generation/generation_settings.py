@@ -143,8 +143,6 @@ def ignore_checkpoint(model: Any, options: Mapping[str, Any], config: Generation
 def new_tokens_of(model: Any, options: Mapping[str, Any], tokens: int) -> int:
     """Largest number of tokens to write after a prompt of `tokens` tokens, from `max_new_tokens` or `max_length`."""
     new, length = options.get("max_new_tokens"), options.get("max_length")
-    if new is not None and length is not None:
-        raise ValueError(f"max_new_tokens={new} and max_length={length} are both given; give one of them")
     if new is None and length is None:
         config: Any = options.get("generation_config")
         new, length = (getattr(config, name, None) for name in ("max_new_tokens", "max_length"))

@@ -305,8 +305,7 @@ def _warn_once(model: Any, reason: str) -> None:
     if reason not in reported:
         reported.add(reason)
         warnings.warn(
-            f"the decoding step of {type(model).__name__} cannot be recorded: {reason}. It runs eagerly, which is slower; "
-            "step='eager' selects that, step='compiled' compiles it where transformers can",
+            f"the decoding step of {type(model).__name__} cannot be recorded: {reason}. It runs eagerly, which is slower",
             stacklevel=2,
         )
 

@@ -177,6 +177,7 @@ class _Placeholders:
         return tensors
 
 
+@functools.cache  # making a calibrator takes milliseconds, and each of a thousand counts asks
 def _shared(part: Any, width: int, heads: int) -> bool:
     """Whether `calibrate` makes one set of parameters for all KV heads of a layer."""
     return not getattr(calibrator_for(part, width, heads), "separate", True)

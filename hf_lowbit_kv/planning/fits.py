@@ -256,12 +256,12 @@ def fits(
         rows: number of sequences at once.
         weights: how the weights are stored, one of `WEIGHT_KINDS`, or their size, in bytes or as `"5.7GB"`. `None`: as
             published.
-        presets: names in the order of the result, at least one; `None`: all that support the model, the recommended ones first.
+        presets: names in the order of the result; `None`: all that support the model, the recommended ones first.
         report: called for each preset with its name, the number of presets done, and the number of all presets.
 
     Raises:
         ValueError: a number, name or size is not allowed, or no preset supports the model.
-        TypeError: `presets` is no list of names, or `model` is something else. OSError: the configuration cannot be read.
+        TypeError: `presets` is a single name. OSError: the configuration cannot be read.
 
     Column `chunk`: activations of 2048 tokens, or the buffer into which attention unpacks, whichever is larger.
     Sliding-window and recurrent layers are counted as transformers allocates them.
@@ -323,12 +323,6 @@ def _preset_memory(
     """The counters for these presets; without names, for all presets that support the model."""
     if isinstance(presets, str):
         raise TypeError(f"presets={presets!r} is not allowed; it must be a list of names, e.g. [{presets!r}], or None")
-    if presets is not None and not isinstance(presets, Sequence):
-        raise TypeError(f"presets={presets!r} is not allowed; it must be a list of names, or None")
-    if presets is not None and not presets:
-        raise ValueError(
-            f"presets={presets!r} is not allowed; it must have at least one name, or be None for all presets"
-        )
     counters, reasons = dict[str, PresetMemory](), list[ValueError]()
     names = preset_names() if presets is None else presets
     for done, name in enumerate(names):
@@ -341,7 +335,7 @@ def _preset_memory(
             if presets is not None:
                 raise
             reasons.append(error)
-    if not counters:
+    if reasons and not counters:
         raise ValueError(f"no preset supports model={shape.name!r}: {reasons[0]}") from reasons[0]
     return counters
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
 import time
 import warnings
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from ..cache import cache_contents, saved_cache
@@ -50,8 +49,6 @@ _NOT_SERVED = {
     **dict.fromkeys(_OWN, "a chat sets it itself"),
     "num_return_sequences": "a chat writes one answer; set it to 1",
 }
-#: options of the template that a chat sets itself
-_OWN_OF_TEMPLATE = ("conversation", "tokenize", "return_tensors", "return_dict")
 #: names that a chat takes
 _KNOWN = (*ARGUMENTS, "system", "max_length", "chat_template_kwargs")
 #: default `max_length`
@@ -94,8 +91,8 @@ class Chat:
 
     Raises:
         ValueError: an option or the preset is unknown, a chat sets the option itself, `lb.generate` would refuse an
-            option, `max_length` is more than the model was made for, or the tokenizer has no chat template.
-        TypeError: an argument has another type, such as a text as tokenizer.
+            option, or `max_length` is more than the model was made for.
+        TypeError: the tokenizer is a text.
 
     Example:
         >>> chat = lb.Chat(model, tokenizer, "kivi-4-sink", max_length=2048, max_new_tokens=8)
@@ -118,12 +115,10 @@ class Chat:
         unwrap_generating(model)
         max_length = _checked_length(max_length, model)
         _check_tokenizer(tokenizer)
-        if system is not None and not isinstance(system, (str, list)):
-            raise TypeError(f"system={system!r} is not allowed; it must be a text, or None")
         check_content("system", system)
         _check_options(unwrap(model), options)
         self.model, self.tokenizer, self.preset, self.max_length = model, tokenizer, preset, max_length
-        self.chat_template_kwargs, self.options = _checked_kwargs(chat_template_kwargs), options
+        self.chat_template_kwargs, self.options = dict(chat_template_kwargs or {}), options
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         chosen, calibration = options.pop("cache_options", None), options.pop("calibration", None)
         cache_options = options_of_cache(chosen, calibration, options.pop("allow_other_weights", False))
@@ -147,7 +142,7 @@ class Chat:
 
         Raises:
             ValueError, TypeError: the conversation has no room left, `text` is no text or message, `messages` holds
-                something else than messages, or an option is not allowed.
+                something else than messages, or the template does not take them.
             RuntimeError: an answer is still being written. In all cases nothing has changed.
         """
         with self._turn:
@@ -210,7 +205,6 @@ class Chat:
     def _begin(self, text: Any) -> _Question:
         """The whole conversation with a new message."""
         new = _messages_in(text)
-        _check_options(unwrap(self.model), self.options)  # they may have been changed
         self._check_messages()
         messages = [*self.messages, *new]
         try:
@@ -218,7 +212,7 @@ class Chat:
             ids = torch.tensor([prompt.ids])
         except Exception as error:  # a template raises errors of its own kind
             raise ValueError(
-                f"the chat template does not take chat.messages: {type(error).__name__}: {error}. They are {messages!r:.300}"
+                f"the chat template does not take chat.messages: {type(error).__name__}: {error}"
             ) from error
         if ids.shape[1] >= self.max_length:
             raise ValueError(
@@ -230,10 +224,8 @@ class Chat:
         return _Question(new, prompt, ids, prompt.parser(unwrap(self.model)))
 
     def _check_messages(self) -> None:
-        if not isinstance(self.messages, (list, tuple)):
-            raise TypeError(f"chat.messages={self.messages!r} is not allowed; it must be a list of messages")
         check_messages("chat.messages", self.messages)
-        if isinstance(self.messages, tuple):
+        if not isinstance(self.messages, list):  # a turn appends to it
             self.messages = list(self.messages)
 
     def _write(
@@ -365,8 +357,8 @@ class Chat:
         """Write the conversation and its cache, replacing an earlier one. `load` continues it.
 
         Raises:
-            TypeError: an option or a message cannot be written, such as a logits processor. NotADirectoryError: a file
-            has this name. OSError: the files cannot be written. RuntimeError: an answer is still being written.
+            TypeError: an option or a message cannot be written, such as a logits processor. OSError: the files cannot be
+            written, or a file has this name. RuntimeError: an answer is still being written.
             ValueError: `folder` is empty, or another adapter than that of the last answer is active.
         """
         path = named_path("folder", folder)
@@ -380,7 +372,6 @@ class Chat:
                 "finish_reason": self.finish_reason,
                 "date": self.date.isoformat(),
             }
-            _check_writable(self.messages, {**self.options, "chat_template_kwargs": self.chat_template_kwargs})
             fingerprint = fingerprint_of(unwrap(self.model), "a saved chat")
             header = saved_cache.header_of(self.cache, fingerprint, self.cache.text)
             contents = cache_contents.take(self.cache)
@@ -423,8 +414,7 @@ class Chat:
                 raise ValueError(f"{str(folder)!r} holds a cache, and no chat: LowBitCache.from_pretrained reads it")
             if max_length is not None and (stored := saved_cache.stored_tokens(saved.description)) > max_length:
                 raise ValueError(
-                    f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens, and "
-                    f"max_length={fields['max_length']}"
+                    f"max_length={max_length} is too small: the chat in {str(folder)!r} has {stored} tokens"
                 )
             length = _checked_length(fields["max_length"] if max_length is None else max_length, model)
             cache = LowBitCache.of_saved(saved, model, max_cache_len=length, preset=preset, calibration=calibration)
@@ -432,7 +422,7 @@ class Chat:
         new.model, new.tokenizer, new.max_length = model, tokenizer, length
         new.preset = cache.preset or DEFAULT_PRESET
         new.options = {**fields["options"], **options}
-        new.chat_template_kwargs = {**fields["chat_template_kwargs"], **_checked_kwargs(chat_template_kwargs)}
+        new.chat_template_kwargs = {**fields["chat_template_kwargs"], **(chat_template_kwargs or {})}
         new.messages, new.cache, new._ends, new._turn = fields["messages"], cache, PrefixStore(_ENDS), _Turn()
         new.finish_reason = fields.get("finish_reason")
         new.date = datetime.fromisoformat(fields["date"]) if "date" in fields else datetime.now()
@@ -468,34 +458,15 @@ def _checked_length(max_length: int | None, model: Any) -> int:
     if longest is not None and max_length > longest:
         raise ValueError(
             f"max_length={max_length} is not allowed: the model was made for texts of at most {longest} tokens "
-            "(max_position_embeddings and RoPE scaling of its configuration). Set max_length to that or less, or load the "
-            "model with RoPE scaling"
+            "(max_position_embeddings and RoPE scaling of its configuration)"
         )
     return max_length
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
-    """Raise for anything that cannot write messages as one text."""
+    """Raise for a preset in place of the tokenizer."""
     if isinstance(tokenizer, str):
-        raise TypeError(
-            f"tokenizer={tokenizer!r} is a text; it must be the model's tokenizer. The preset comes after it: "
-            "lb.Chat(model, tokenizer, preset)"
-        )
-    own = getattr(type(tokenizer), "apply_chat_template", PreTrainedTokenizerBase.apply_chat_template)
-    if own is PreTrainedTokenizerBase.apply_chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            "tokenizer has no chat template: use the one of an instruction-tuned model, or set chat_template"
-        )
-
-
-def _checked_kwargs(chat_template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy, after checking that a chat can pass them on."""
-    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
-        raise TypeError(f"chat_template_kwargs={chat_template_kwargs!r} is not allowed; it must be a dict, or None")
-    kwargs = dict(chat_template_kwargs or {})
-    if own := [name for name in _OWN_OF_TEMPLATE if name in kwargs]:
-        raise ValueError(f"chat_template_kwargs={{{own[0]!r}: ...}} is not allowed: a chat sets it itself")
-    return kwargs
+        raise TypeError(f"tokenizer={tokenizer!r} is a text; give lb.Chat(model, tokenizer, preset)")
 
 
 def _messages_in(text: Any) -> list[Any]:
@@ -509,16 +480,6 @@ def _messages_in(text: Any) -> list[Any]:
         return [{"role": "user", "content": text}]
     check_messages("text", text)
     return text
-
-
-def _check_writable(messages: Sequence[Any], options: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for values that JSON does not have."""
-    values = {f"chat.messages[{index}]": message for index, message in enumerate(messages)} | dict(options)
-    for name, value in values.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name}={value!r:.100} cannot be saved: {error}") from error
 
 
 def _check_options(model: Any, options: Mapping[str, Any]) -> None:
@@ -551,15 +512,11 @@ class _Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
-    def check(self) -> None:
-        if self._lock.locked():
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
             raise RuntimeError(
                 "this chat is still writing an answer: end the loop over stream(), or call the iterator's close()"
             )
-
-    def __enter__(self) -> None:
-        while not self._lock.acquire(blocking=False):
-            self.check()
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()

@@ -63,8 +63,7 @@ class PrefixStore:
         max_folder_bytes: limit for the files; `None`: no limit.
 
     Raises:
-        ValueError: a size is not understood, there is a limit without a folder, or `folder` is empty. NotADirectoryError: the
-            folder is a file. OSError: it cannot be made.
+        ValueError: a size is not understood, or `folder` is empty. OSError: the folder cannot be made, or is a file.
 
     Example:
         >>> store = lb.PrefixStore("1GB")
@@ -78,10 +77,8 @@ class PrefixStore:
     def __init__(
         self, max_bytes: int | str = "8GB", folder: str | Path | None = None, max_folder_bytes: int | str | None = None
     ):
-        self.max_bytes = _bytes("max_bytes", max_bytes)
-        if folder is None and max_folder_bytes is not None:
-            raise ValueError(f"max_folder_bytes={max_folder_bytes!r} is given without folder=")
-        limit = None if max_folder_bytes is None else _bytes("max_folder_bytes", max_folder_bytes)
+        self.max_bytes = parse_size(max_bytes, "max_bytes")
+        limit = None if max_folder_bytes is None else parse_size(max_folder_bytes, "max_folder_bytes")
         self._folder = None if folder is None else PromptFolder(named_path("folder", folder), limit)
         self._prompts: list[KeptPrompt] = []  # the most recently used text comes last
         self._lock = threading.RLock()
@@ -95,12 +92,6 @@ class PrefixStore:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixStore:
         return self
-
-    def __reduce__(self):
-        raise TypeError(
-            "a PrefixStore cannot be pickled: its texts are on this process's device. Other processes open a PrefixStore "
-            "with the same folder=, which PrefixStore.save writes"
-        )
 
     # ---- contents -------------------------------------------------------------------------------------------------
 
@@ -378,13 +369,3 @@ def _first_pages(page_ranges: list[tuple[PageRange, int]], pages: int) -> list[t
 
 def _device_of(prompt: KeptPrompt) -> torch.device:
     return next(iter(prompt.contents.layers.values())).sinks[0][0].device
-
-
-def _bytes(name: str, size: int | str) -> int:
-    try:
-        count = parse_size(size) if isinstance(size, str) else size
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError("it must be 1 byte or more")
-    except ValueError as error:
-        raise ValueError(f"{name}={size!r} is not allowed: {error}; give bytes, or text such as '8GB'") from None
-    return count

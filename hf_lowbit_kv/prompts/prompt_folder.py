@@ -40,8 +40,6 @@ class PromptFolder:
         self.path, self.limit = path, limit
         self._read: ReadOnce[tuple[str, torch.Tensor]] = ReadOnce(MOST_REMEMBERED)
         self._warned_of = set[Path]()
-        if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"folder={str(path)!r} is a file; texts are kept in a folder: give another name")
         path.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:

@@ -80,11 +80,7 @@ class PackedCache(PagedAttentionCache):
         limit = len(state.initial_tokens) + state.max_new_tokens
         if (rope := length_rope(self.steps.model)) is not None:
             rope.refuse_row(limit)
-        if not self.steps.pool.could_ever_fit(limit):
-            raise ValueError(
-                f"{len(state.initial_tokens)} prompt tokens plus max_new_tokens={state.max_new_tokens} exceed the "
-                f"{self.steps.pool.longest} tokens of a row"
-            )
+        self.steps.check_fits(len(state.initial_tokens), state.max_new_tokens)
         self._limits[state.request_id] = limit
 
     def _enter(self, request_id: str, ids: Sequence[int]) -> Row | None:
@@ -169,9 +165,6 @@ class PackedCache(PagedAttentionCache):
 
     def fill_block_table(self, request_id, past_length, query_length, block_table) -> None:
         """Like `extend_read_and_write_indices`."""
-
-    def update(self, *args, **kwargs):
-        raise RuntimeError("only attn_implementation='lowbit_kv' reads packed pages; nothing was stored")
 
 
 class PackedRunner(ModelRunner):

@@ -102,13 +102,13 @@ def generate_many(
     inner = unwrap_generating(model)
     if (ranks := tp_size(inner)) > 1:
         raise ValueError(
-            f"the model's weights are spread over {ranks} processes (tensor parallelism), whose memory and clocks differ: they "
-            "would not schedule alike. Use lb.generate, or model.generate_batch under lb.enable, where rank 0 decides"
+            f"the model's weights are spread over {ranks} processes (tensor parallelism), which would not schedule alike. Use "
+            "lb.generate, or model.generate_batch under lb.enable, where rank 0 decides"
         )
     check_count("max_rows", max_rows, optional=True, unit="rows")
     check_count("prefill_chunk_size", prefill_chunk_size, least=0, optional=True)
     size = memory_in_bytes(memory)
-    if isinstance(requests, (str, bytes, Mapping, torch.Tensor)) or not isinstance(requests, Iterable):
+    if isinstance(requests, (str, bytes, Mapping, torch.Tensor)):  # their parts would be requests
         raise TypeError(f"requests must be a list or an iterator of requests, not {type(requests).__name__}")
     if options.get("streamer") is not None:
         raise ValueError(

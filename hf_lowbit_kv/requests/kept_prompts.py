@@ -1,4 +1,4 @@
-"""Texts that were read before, with which rows of a pool begin: those of a `PrefixStore`, and caches that requests bring."""
+"""Finds reusable prefixes for new rows of a pool: from a `PrefixStore`, or from the cache that a request brings."""
 
 from __future__ import annotations
 

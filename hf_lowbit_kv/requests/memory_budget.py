@@ -30,16 +30,8 @@ class PoolSize(NamedTuple):
 
 
 def memory_in_bytes(memory: Any) -> int | None:
-    """`"24GB"` -> 24e9; a number of bytes is returned unchanged, and so is `None`. Raises `ValueError` for anything
-    else."""
-    if memory is None:
-        return None
-    size = parse_size(memory, "memory") if isinstance(memory, str) else memory
-    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
-        raise ValueError(
-            f"memory={memory!r} is not allowed; it must be a number of bytes, a size such as '24GB', or None"
-        )
-    return size
+    """`"24GB"` -> 24e9; a number of bytes is returned unchanged, and so is `None`. Raises `ValueError` for other texts."""
+    return None if memory is None else parse_size(memory, "memory")
 
 
 def free_memory(device: torch.device) -> int:

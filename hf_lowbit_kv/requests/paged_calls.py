@@ -52,8 +52,7 @@ def check_version() -> None:
     if release not in SUPPORTED:
         raise RuntimeError(
             f"transformers {transformers.__version__}: continuous batching on packed pages works with the releases "
-            f"{', '.join(SUPPORTED)}. It does not run in 16 bits while lb.enable is in force: use lb.generate_many, one of "
-            "these releases, or lb.disable(model)"
+            f"{', '.join(SUPPORTED)}. Use one of these or lb.generate_many; lb.disable(model) allows it in 16 bits"
         )
 
 
@@ -74,7 +73,7 @@ def init_continuous_batching(
         return kept
     if kept is not None:
         raise RuntimeError(
-            "the model keeps a manager of continuous batching that was made for other pages (persistent_manager=True): call "
+            "the model keeps a manager of other pages (persistent_manager=True): call "
             "model.destroy_cached_continuous_batching_manager() first"
         )
     config = continuous_batching_config or ContinuousBatchingConfig()
@@ -94,24 +93,14 @@ def generate_batch(self: Any, inputs: Any, generation_config: Any = None, *args:
     wanted = self.generation_config if generation_config is None else generation_config
     if (mask := kwargs.pop("attention_mask", None)) is not None and not bool(torch.as_tensor(mask).all()):
         raise ValueError(
-            "attention_mask has padding, which continuous batching would read as text: give prompts of their own lengths, "
-            "model.generate_batch([[1, 2, 3], [4, 5]])"
+            "attention_mask has padding, which continuous batching would read as text: give lists of ids without padding"
         )
     inputs = inputs.tolist() if isinstance(inputs, torch.Tensor) else inputs
-    if (
-        wrong := next((each for each in inputs if not isinstance(each, (list, tuple, torch.Tensor))), None)
-    ) is not None:
-        raise TypeError(
-            f"inputs={wrong!r} is not allowed; each must be the ids of a prompt, model.generate_batch([[1, 2, 3], [4, 5]])"
-        )
     kwargs.pop("cache_implementation", None)  # `generate` was called with "paged"
     for name in [name for name in kwargs if name not in (*call_options, "max_new_tokens")]:
         if not hasattr(wanted, name) or getattr(wanted, name) != kwargs[name]:
             raise TypeError(f"generate_batch takes no {name}: put it into generation_config, if it belongs there")
         del kwargs[name]  # `generate` wrote it into the configuration
-    limit = kwargs.get("max_new_tokens")
-    if limit is None and wanted.max_new_tokens is None:
-        raise ValueError("max_new_tokens is not given: a row is kept free for all tokens that it may write")
     return original(self, "generate_batch")(inputs, generation_config, *args, **kwargs)
 
 
@@ -136,8 +125,8 @@ def _check_generation(model: Any, config: Any) -> None:
     for processor in processors:
         if getattr(processor, "supports_continuous_batching", None) is not True:
             raise ValueError(
-                f"{type(processor).__name__} is not possible with continuous batching, which would leave it out or show it one "
-                "token; use lb.generate_many or lb.generate"
+                f"{type(processor).__name__} is not served: continuous batching would leave it out, or show it one token; use "
+                "lb.generate_many or lb.generate"
             )
 
 

@@ -104,6 +104,17 @@ class PoolSteps:
                 "a call or after its last result"
             )
 
+    def check_fits(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Raise `ValueError` if no row can ever hold this many tokens."""
+        limit, longest = prompt_tokens + new_tokens, longest_row(self.model)
+        if self.pool.could_ever_fit(limit):
+            return
+        if longest is not None and limit > longest:
+            reason = f"the {longest} tokens that the model reads: lower max_new_tokens or shorten the prompt"
+        else:
+            reason = f"the {self.pool.longest} tokens of a row: lower max_new_tokens or give the pool more memory"
+        raise ValueError(f"{prompt_tokens} prompt tokens plus max_new_tokens={new_tokens} exceed {reason}")
+
     def begin(self) -> None:
         """Prepare for a model that may have changed: recordings are compared with it before their next use."""
         self._steps.clear()

@@ -54,10 +54,6 @@ class PooledLayer(LowBitLayer):
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Does nothing: rows of a pool are not cropped, so their padding need not be remembered."""
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if self.check_crop(tokens_to_remove):
-            raise ValueError("rows of a pool cannot be cropped")
-
 
 class PooledCache(LowBitCache):
     """A view of consecutive rows of a pool as a cache.

@@ -14,7 +14,7 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.served_models import check_in_memory
 from ..generation.answer_parser import read_answer, unshown_tokens
 from ..generation.call_options import check_names
-from ..generation.chat_prompt import ChatPrompt, check_messages, check_text
+from ..generation.chat_prompt import ChatPrompt, check_messages
 from ..generation.generation_settings import PREALLOCATED, GenerationSettings
 from .pool_models import check_tokens, placeholders
 
@@ -113,8 +113,6 @@ class RequestReader:
         check_in_memory(model, "a pool of rows", "use lb.generate")
         if "max_length" not in options:
             options = {"max_new_tokens": 1, **options}
-        if tokenizer is not None and not hasattr(tokenizer, "decode"):
-            raise TypeError(f"tokenizer={tokenizer!r} is not allowed; it must be a tokenizer of transformers, or None")
         self._settings(1, options)
 
     def read(self, user_request: Any, index: int) -> Request:
@@ -128,11 +126,6 @@ class RequestReader:
             request = dict(user_request) if isinstance(user_request, Mapping) else {_kind(user_request): user_request}
             named = request.pop("id", None)
             mask, cache = request.pop("attention_mask", None), request.pop("past_key_values", None)
-            if not isinstance(cache, (LowBitCache, type(None))):
-                raise TypeError(
-                    f"past_key_values is not allowed to be {cache!r}; it must be a LowBitCache that holds the beginning of the "
-                    "prompt, or None"
-                )
             prompts = {name: request.pop(name) for name in PROMPTS if name in request}
             if len(prompts) != 1:
                 raise ValueError(
@@ -181,13 +174,10 @@ class RequestReader:
 
     def _from_text(self, prompt: Any) -> list[int]:
         self._check_tokenizer("prompt")
-        check_text("prompt", prompt)
         return _flat("input_ids", self.tokenizer(prompt)["input_ids"])
 
     def _chat(self, messages: Any, options: Mapping[str, Any]) -> ChatPrompt:
         self._check_tokenizer("messages")
-        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-            raise ValueError(f"messages={messages!r} is not allowed; it must be a list of messages, at least one")
         check_messages("messages", messages)
         prompt = ChatPrompt(self.tokenizer, messages, options.get("chat_template_kwargs") or {})
         prompt.parser(self.model)  # raises for a response template that is not valid
@@ -226,10 +216,8 @@ def _kind(prompt: Any) -> str:
 def _flat(name: str, numbers: Any) -> list[int]:
     """A list of integers from a list, a tensor or an array, `[n]` or `[1, n]`."""
     ids = numbers.tolist() if hasattr(numbers, "tolist") else numbers
-    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
-        raise TypeError(f"{name}={numbers!r} is not allowed; it must be integers [n]")
     if len(ids) == 1 and isinstance(ids[0], (list, tuple)):
         ids = ids[0]
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in ids):
+    if not all(isinstance(number, int) for number in ids):
         raise ValueError(f"{name} must be integers [n], of one request; a batch is several requests")
     return list(ids)

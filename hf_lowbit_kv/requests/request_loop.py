@@ -113,11 +113,7 @@ class RequestLoop:
         request = self._reader.read({**options, "id": str(number)}, number)
         if request.sequences != 1:
             raise ValueError(f"num_return_sequences={request.sequences} is not allowed here; it must be 1")
-        if not self.pool.could_ever_fit(request.limit):
-            raise ValueError(
-                f"{len(request.prompt_ids)} prompt tokens plus max_new_tokens={request.new_tokens} exceed the "
-                f"{self.pool.longest} tokens of a row"
-            )
+        self._scheduler.steps.check_fits(len(request.prompt_ids), request.new_tokens)
         ticket = Ticket(request, done, self._cancelled)
         with self._guard:
             if self._closing.is_set() or self.error is not None:

@@ -136,30 +136,16 @@ class RowPool:
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def enter(self, limit: int, prefix: Prefix | None = None) -> Row:
-        """A new row for up to `limit` tokens, in the slot after the last one.
+        """A new row for up to `limit` tokens, in the slot after the last one. A slot must be free, and no page `missing`.
 
         Args:
             prefix: the prefix with which the row begins.
-
-        Raises:
-            ValueError: no slot or too few pages are left. Nothing has changed then.
         """
-        if limit > self.max_length:
-            raise ValueError(
-                f"limit={limit} is more than the {self.max_length} tokens that a row of this pool may hold"
-            )
-        self._check_room(limit, self.missing(limit, prefix))
         row = Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})
         self.rows.append(row)
         if prefix is not None:
             self.adopt(row, prefix)
         return row
-
-    def _check_room(self, limit: int, missing: int) -> None:
-        if not self.free_slots or missing > 0:
-            raise ValueError(
-                f"limit={limit} does not fit: the pool has {self.free_slots} slots left, and too few pages"
-            )
 
     def admit(self, limit: int, find: Callable[[], Prefix | None], make_room: Callable[[int], object]) -> Row | None:
         """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
@@ -220,12 +206,8 @@ class RowPool:
                 entries.clear()
 
     def fork(self, row: Row, limit: int) -> Row:
-        """A new row with the tokens of another one. Full pages are shared; the window and a partial page are copied.
-
-        Raises:
-            ValueError: as for `enter`.
-        """
-        self._check_room(limit, self.missing(limit, fork_of=row))
+        """A new row with the tokens of another one, as for `enter`. Full pages are shared; the window and a partial page are
+        copied."""
         self.flush()
         new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
         self.rows.append(new)

@@ -26,7 +26,6 @@ from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, S
 
 from ..generation.stop_strings import StopStrings
 from .kept_prompts import KeptPrompts
-from .pool_models import longest_row
 from .pool_steps import PoolSteps
 from .request import Request
 from .result import FinishReason, Result, described
@@ -185,9 +184,10 @@ class Scheduler:
                 return None
             if isinstance(request, Result):
                 self.finished.append(request)
-            elif not self.pool.could_ever_fit(request.limit):
+            elif (error := self._never_fits(request)) is not None:
                 for number in range(request.sequences):
-                    self._refuse(request, number)
+                    self.sequences.append(Sequence(request, number, 0, self._result(request, number), State.WAITING))
+                    self.end(self.sequences[-1], "error", error)
             else:
                 seed = request.options.get("seed")
                 if seed is None:
@@ -201,17 +201,13 @@ class Scheduler:
                 return new[0]
         return None
 
-    def _refuse(self, request: Request, number: int) -> None:
-        """Finish a sequence whose request no row could hold, with an error as its result."""
-        longest = longest_row(self.steps.model)
-        of_model = longest is not None and request.limit > longest
-        error = ValueError(
-            f"{len(request.prompt_ids)} prompt tokens plus max_new_tokens={request.new_tokens} exceed the "
-            + (f"{longest} tokens that the model reads" if of_model else f"{self.pool.max_length} tokens of a row")
-            + f": lower max_new_tokens or {'shorten the prompt' if of_model else 'raise memory='}"
-        )
-        self.sequences.append(Sequence(request, number, 0, self._result(request, number), State.WAITING))
-        self.end(self.sequences[-1], "error", error)
+    def _never_fits(self, request: Request) -> ValueError | None:
+        """The error of a request that no row can hold."""
+        try:
+            self.steps.check_fits(len(request.prompt_ids), request.new_tokens)
+        except ValueError as error:
+            return error
+        return None
 
     def _result(self, request: Request, number: int) -> Result:
         return Result(request.id, request.index, list(request.prompt_ids), sequence=number)

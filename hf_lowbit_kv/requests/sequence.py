@@ -18,7 +18,7 @@ from .sampling import Sampler
 class State(enum.Enum):
     """The states of a sequence, in order; the first sequence of a request skips `FORKING`."""
 
-    FORKING = "becomes a fork of another sequence of its request, when that one has read the prompt"
+    FORKING = "waits for the prefill of another sequence of its request, then forks it"
     WAITING = "has no row yet"
     PREFILLING = "its prompt is being prefilled"
     DECODING = "tokens are being written"

@@ -28,7 +28,7 @@ class SharedPrefixes:
     """The known pages of one pool.
 
     Args:
-        most_sinks: largest number of beginnings of texts that are kept; each has a copy of its sink. 0: pages are not shared.
+        most_sinks: at most this many distinct first pages are kept, each with a copy of its sink. 0: pages are not shared.
     """
 
     def __init__(self, pool: RowPool, most_sinks: int):

@@ -48,7 +48,7 @@ class Slab:
 
 
 class PageUser:
-    """Has references to pages of slabs, until it is collected."""
+    """Owns references to pages of slabs. Garbage collection releases them."""
 
     def __init__(self) -> None:
         #: by slab, int32 `[pages]`

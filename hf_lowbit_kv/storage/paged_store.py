@@ -136,7 +136,7 @@ class LayerStore:
         return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. A store without an owner has the room already."""
+        """Make room for rows of `length` tokens. No-op here: a view never grows."""
 
     def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""

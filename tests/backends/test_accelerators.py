@@ -121,12 +121,9 @@ def _generate(backend: str | None = None) -> lb.LowBitCache:
 
 
 def test_a_cache_on_the_reference_warns_once_and_says_so_in_its_summary(on_mps):
-    with pytest.warns(UserWarning, match=SLOW) as caught:
+    with pytest.warns(UserWarning, match=f"{SLOW}: no kernels for 'mps'") as caught:
         cache = _generate()
-    assert [str(each.message) for each in caught if SLOW in str(each.message)] == [
-        "a low-bit cache runs on the slow PyTorch reference: no kernels for 'mps'. "
-        "It saves memory, not time; backend='torch' asks for that without this warning"
-    ]
+    assert sum(SLOW in str(each.message) for each in caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = _generate()

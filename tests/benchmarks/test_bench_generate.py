@@ -188,12 +188,6 @@ def test_bench_batch_takes_windows_and_parameters(tmp_path):
     assert wide["rows"] == narrow["rows"] == 2
 
 
-@pytest.mark.parametrize("name", ["eigen-2,sink", "kivi-2,bits=3", "kivi-2,sink=-1"])
-def test_contenders_that_are_not_understood(name, model):
-    with pytest.raises(ValueError, match="allowed after a preset: sink=N, residual=N"):
-        contenders.low_bit_cache(name, model)
-
-
 #: `--most` of committed runs whose records do not have it yet
 BOUNDED = {"eigen-2": 297}
 

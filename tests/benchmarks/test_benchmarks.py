@@ -31,7 +31,7 @@ from hf_lowbit_kv.eval.benchmarks import (
     random_models,
     timing,
 )
-from hf_lowbit_kv.eval.benchmarks.bench_many import Job, _batching, batches, cut_short
+from hf_lowbit_kv.eval.benchmarks.bench_many import Job, batches, cut_short
 from hf_lowbit_kv.eval.benchmarks.contenders import Wanted
 from hf_lowbit_kv.eval.benchmarks.other_tree import OtherTree
 from hf_lowbit_kv.eval.benchmarks.packed_layer import (
@@ -311,15 +311,6 @@ def test_bench_prompt(tmp_path):
     assert records[3]["cost"] == pytest.approx(records[3]["seconds"] / records[0]["seconds"])
 
 
-def test_contenders_that_could_take_no_part_are_refused():
-    from hf_lowbit_kv.eval.benchmarks import bench_generate
-
-    with pytest.raises(typer.BadParameter, match="takes part in none of the lengths"):
-        bench_generate.time_caches(contender=["kivi-2/eager@200"], tokens=[300], device="cpu")
-    with pytest.raises(typer.BadParameter, match="there is one length here"):
-        bench_memory.measure_batch(contender=["kivi-2/eager@200"], device="cpu")
-
-
 # ---- what kept prompts cost -----------------------------------------------------------------------------------------
 
 
@@ -370,13 +361,6 @@ def test_requests_are_sorted_and_batches_fit_into_the_memory():
     assert sizes("by prompt", 2, 1000) == by_prompt
     assert sizes("by answer", 8, 220) == [[(100, 10), (10, 10)], [(10, 1), (100, 1)]]
     assert sizes("as given", 8, 100) == [[(100, 10)], [(10, 1)], [(100, 1)], [(10, 10)]]
-
-
-def test_an_order_that_is_not_known_is_refused():
-    assert _batching("by answer:64") == ("by answer", 64)
-    for text in ("by length:64", "by answer", "by answer:0"):
-        with pytest.raises(typer.BadParameter, match="is not understood; allowed: ORDER:ROWS"):
-            _batching(text)
 
 
 def test_a_short_run_has_all_numbers_of_rows():

@@ -93,11 +93,6 @@ def test_memory_in_a_dry_run(tmp_path):
     assert all(record["seconds"] > 0 and record["peak"] is None for record in records)  # a CPU has no allocator to ask
 
 
-def test_an_unknown_preset_is_refused_before_anything_runs(model):
-    with pytest.raises(ValueError, match="'kivi-5' is not known"):
-        measured(model, "kivi-2", "kivi-5")
-
-
 # ---- the documentation --------------------------------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ MOST_TOKENS = 420
 TURNS = 5
 #: logits may differ by this
 CLOSE = {"rtol": 2e-3, "atol": 5e-3}
-OTHER_MODEL = "computed by another model"
+OTHER_MODEL = "filled by a different model"
 #: linear layers that get adapters: those of attention and of recurrent layers
 ADAPTED = [
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"),

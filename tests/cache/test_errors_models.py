@@ -71,7 +71,7 @@ def test_architecture_without_the_attention_interface():
 REFUSED = {
     "minimax": r"takes no cache but its own \(MiniMaxCache\)",
     "dory": r"runs some layers several times in a pass \(n_recurrent_loops=2\)",
-    "blt": "'blt' has no num_hidden_layers: it is several stacks of layers",
+    "blt": "'blt' has no num_hidden_layers: models with several stacks of layers",
     "qwen4_exp_text": "'qwen4_exp_text' is sparse attention: an indexer chooses the tokens",
     "dots3_note_text": "is sparse attention: an indexer",
     "zamba2": "'zamba2' has no layer with only full attention",

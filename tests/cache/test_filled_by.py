@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.host,
     pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation='sdpa'"),
 ]
-OTHER = "computed by another model"
+OTHER = "filled by a different model"
 
 
 @pytest.fixture

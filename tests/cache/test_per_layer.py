@@ -117,61 +117,38 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"per_layer": {9: "kv8"}}, ValueError, r"per_layer has the index 9.*allowed: \[0, 1, 2, 3\]"),
-        ({"per_layer": {-5: "kv8"}}, ValueError, r"per_layer has the index -5.*negative ones count from layer 3"),
-        ({"per_layer": {1: "kv8", -3: "kv4"}}, ValueError, "per_layer has layer 1 twice, as 1 and as -3"),
-        ({"per_layer": {1: "kv8"}, "dense_layers": [-3]}, ValueError, r"layers \[1\] are in dense_layers and in"),
-        ({"per_layer": {1: "kv9"}}, ValueError, r"per_layer\[1\]: preset='kv9' is not known"),
+        ({"per_layer": {9: "kv8"}}, r"per_layer has the index 9.*allowed: \[0, 1, 2, 3\]"),
+        ({"per_layer": {-5: "kv8"}}, r"per_layer has the index -5.*negative ones count from layer 3"),
+        ({"per_layer": {1: "kv8"}, "dense_layers": [-3]}, r"layers \[1\] are in dense_layers and in"),
+        ({"per_layer": {1: "kv9"}}, r"per_layer\[1\]: preset='kv9' is not known"),
         (
             {"per_layer": {1: {"keys": "dense"}}},
-            ValueError,
             r"per_layer\[1\]: the option 'keys' is not known; allowed: \('key_format'",
         ),
-        ({"per_layer": {1: {"sink": -1}}}, ValueError, r"per_layer\[1\]: sink=-1 is not allowed"),
-        (
-            {"per_layer": {1: 8}},
-            TypeError,
-            r"per_layer\[1\]=8 is not allowed; it must be the name of a preset or a dict",
-        ),
-        ({"per_layer": {"1": "kv8"}}, TypeError, "per_layer has the index '1'; it must be an integer"),
-        ({"per_layer": "kv8"}, TypeError, "per_layer='kv8' is not allowed; it must be a mapping"),
-        ({"per_layer": {2: "snapmla"}}, ValueError, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
+        ({"per_layer": {1: {"sink": -1}}}, r"per_layer\[1\]: sink=-1 is not allowed"),
+        ({"per_layer": {2: "snapmla"}}, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
         (
             {"per_layer": {2: "eigen-2"}},
-            ValueError,
             r"per_layer\[2\] \(static-.* needs a calibration.*--preset eigen-2",
         ),
-        ({"per_layer": {3: {"value_format": "int4-token-g128"}}}, ValueError, "layer 3: group_size=128.*head_dim=64"),
+        ({"per_layer": {3: {"value_format": "int4-token-g128"}}}, "layer 3: group_size=128.*head_dim=64"),
         (
             {"per_layer": {1: {"transform": "smooth"}}, "parameters": {}},
-            ValueError,
             r"layer 1: parameters: key_transform.factors is missing",
         ),
         (
             {"parameters": {7: {}}},
-            ValueError,
             r"parameters are given for layer 7; layers that are packed: \[0, 1, 2, 3\]",
         ),
-        ({"parameters": {1: {"key_format.codebook": None}}}, ValueError, "layer 1: .*which the layer does not take"),
-        ({"parameters": 5}, TypeError, "parameters=5 is not allowed"),
+        ({"parameters": {1: {"key_format.codebook": None}}}, "layer 1: .*which the layer does not take"),
     ],
     ids=str,
 )
-def test_bad_input(model, options, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input(model, options, message):
+    with pytest.raises(ValueError, match=message):
         lb.from_preset("kivi-2", model, **options)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [lambda index: "int8", lambda: None, lambda index, *, config: None],
-    ids=["no configuration", "no index", "by keyword"],
-)
-def test_functions_of_another_signature(model, function):
-    with pytest.raises(TypeError, match=r"per_layer=<.*> is not allowed: .*function \(index, config\) -> preset"):
-        lb.from_preset("kivi-4", model, per_layer=function)
 
 
 def smooth_parameters(head_dim=64, heads=2):

@@ -12,7 +12,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import preset_cache
 from hf_lowbit_kv.calibration import calibrate as calibrating
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
-from hf_lowbit_kv.calibration.calibrators import CodebookCalibrator, SmoothCalibrator
+from hf_lowbit_kv.calibration.calibrators import SmoothCalibrator
 from hf_lowbit_kv.calibration.kmeans import ITERATIONS, _lloyd, kmeans
 from hf_lowbit_kv.calibration_files import calibration_lookup
 from hf_lowbit_kv.formats import Codebook
@@ -178,8 +178,6 @@ def test_what_is_no_file(tmp_path):
     """`test_calibration_files.py` has damaged files."""
     with pytest.raises(FileNotFoundError, match="neither a file"):
         lb.Calibration.load(tmp_path / "nothing.safetensors")
-    with pytest.raises(TypeError, match="calibration must be a path, a hub repository or a Calibration, not int"):
-        lb.Calibration.load(3)
 
 
 def test_a_preset_that_the_file_lacks(model, calibration):
@@ -210,9 +208,6 @@ def test_messages_say_how_to_make_what_is_missing(model):
         ({"samples": 100}, "too short.*100 are needed, which is 25600 tokens"),
         ({"length": 1025, "samples": 1}, "length=1025 is not allowed; it must be at most 1024, the longest text"),
         ({"length": 100}, "length=100 is not allowed"),
-        ({"samples": 0}, "samples=0 is not allowed"),
-        ({"samples": 1.5}, "samples=1.5 is not allowed; it must be an integer of 1 or more"),
-        ({"length": 600.5}, "length=600.5 is not allowed"),
     ],
 )
 def test_bad_input(model, options, message):
@@ -269,12 +264,6 @@ def test_k_means_finds_clusters(train):
     found = train(x, 64, 0)
     assert found.shape == (64, 4)
     assert bool(torch.cdist(x, found).amin(-1).max() < 1)
-
-
-def test_too_few_sub_vectors():
-    calibrator = CodebookCalibrator(Codebook(8, 12), 64, 1, True)
-    with pytest.raises(ValueError, match="1024 sub-vectors are too few for 4096 centroids"):
-        calibrator.fit(torch.randn(1, 1, 128, 64), 0)
 
 
 def test_the_package_brings_what_presets_need_of_the_bundled_model():

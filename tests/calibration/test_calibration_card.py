@@ -78,13 +78,9 @@ def test_the_card_says_what_it_was_made_from(calibration, hub):
     assert table == ["| presets | texts | windows | tokens per window | seed |"]
 
 
-@pytest.mark.parametrize(
-    ("measured", "message"),
-    [([{"preset": "x"}], "without 'kl'"), ([{**MEASURED[0], "text": "b.txt"}], "which the calibration has used")],
-)
-def test_nothing_is_uploaded_where_the_card_would_be_wrong(calibration, hub, measured, message):
-    with pytest.raises(ValueError, match=message):
-        calibration.push_to_hub("me/tiny-kv", measured=measured)
+def test_nothing_is_uploaded_where_the_card_would_be_wrong(calibration, hub):
+    with pytest.raises(ValueError, match="which the calibration has used"):
+        calibration.push_to_hub("me/tiny-kv", measured=[{**MEASURED[0], "text": "b.txt"}])
     assert hub.calls == []
 
 
@@ -100,9 +96,6 @@ def test_command(calibration, hub, tmp_path):
     run = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows), "--private"])
     assert run.exit_code == 0, run.output
     assert hub.calls[0] == ("create", "me/tiny-kv", {"private": True, "exist_ok": True})
-    rows.write_text("{", encoding="utf-8")
-    failed = CliRunner().invoke(app, ["share", str(path), "me/tiny-kv", "--measured", str(rows)])
-    assert "is not JSON" in str(failed.exception)
 
 
 def test_a_run_says_what_it_read():
@@ -123,8 +116,6 @@ def test_a_run_says_what_it_read():
     (plain,) = lb.calibrate(model, Numbers(), texts, "eigen-2", attention=False, **options).source
     assert "mix" not in plain
     assert "texts" not in plain
-    with pytest.raises(ValueError, match=r"text_names=.* is not allowed; it must be one name for each of the 2 texts"):
-        lb.calibrate(model, Numbers(), texts, "eigen-2", text_names=["a"], **options)
 
 
 # ---- the announced cost of a calibration ----------------------------------------------------------------------------

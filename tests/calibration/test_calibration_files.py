@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import calibration_of, left_padded, tiny_models
+from cases import calibration_of, left_padded
 from generation_cases import GREEDY, SMALL_PAGES
 from processes import at_once
 from safetensors import safe_open
@@ -49,17 +49,6 @@ def with_metadata(path, **changes):
     save_file(tensors, path, metadata)
 
 
-def of_model(**changes):
-    """Damage: these entries in what the file says of the model."""
-
-    def damage(path):
-        with safe_open(path, framework="pt") as file:
-            model = json.loads(file.metadata()["model"])
-        with_metadata(path, model=json.dumps({k: v for k, v in (model | changes).items() if v is not None}))
-
-    return damage
-
-
 def with_tensor(tensor):
     def damage(path):
         whole = lb.Calibration.load(path)
@@ -89,19 +78,7 @@ DAMAGES = {
     "older": (lambda path: with_metadata(path, version="0"), "version '0', but this release reads 2"),
     "broken JSON": (lambda path: with_metadata(path, model='{"name": '), "does not describe its model and source"),
     "no model": (lambda path: with_metadata(path, model=None), "does not describe its model and source"),
-    "deep JSON": (lambda path: with_metadata(path, model="[" * 200_000), "does not describe its model and source"),
-    "a list as model": (lambda path: with_metadata(path, model="[]"), "has no name and model_type"),
-    "a number as source": (lambda path: with_metadata(path, source="3"), "source 3 is not a list of runs"),
-    "runs without tensors": (
-        lambda path: with_metadata(path, source="[{}]"),
-        "is not a list of runs with their tensors",
-    ),
-    "no layers": (of_model(layers=None), "layers None"),
-    "layers without sizes": (of_model(layers={"0": []}), "are not KV heads and sizes"),
-    "marks of words": (of_model(marks=["x"]), "marks .* are not a list of numbers"),
     "NaN": (with_tensor(torch.full((2, 64), torch.nan)), "not finite, in layers.1.keys"),
-    "integers": (with_tensor(torch.ones(2, 64, dtype=torch.int32)), "has torch.int32 in layers.1.keys"),
-    "8-bit numbers": (with_tensor(torch.ones(2, 64).to(torch.float8_e4m3fn)), "has torch.float8_e4m3fn"),
     "folder": (as_folder, "cannot be opened"),
 }
 
@@ -175,24 +152,6 @@ def test_each_damaged_file_has_a_warning_of_its_own(model, folder):
     with pytest.raises(ValueError, match="needs a calibration"):  # and no further warning
         looked_up(model)
     assert [str(each.message).split("'")[1] for each in caught] == [str(folder / f"{n}.safetensors") for n in "ab"]
-
-
-def test_damaged_files_of_the_package_are_skipped_too(model, tmp_path):
-    for name, number in (("a", 2), ("b", 4)):
-        calibration_of(model, number).save(tmp_path / "bundled" / f"{name}.safetensors")
-    DAMAGES["truncated"][0](tmp_path / "bundled" / "a.safetensors")
-    with pytest.warns(UserWarning, match="bundled/a.safetensors' is skipped"):
-        assert looked_up(model) == 2
-
-
-def test_presets_of_other_models_do_not_stumble(folder):
-    """One damaged file of one model, and a cache for another."""
-    calibration_of(tiny_models("llama")[0], 2).save(folder / "a.safetensors")
-    DAMAGES["truncated"][0](folder / "a.safetensors")
-    other = tiny_models("mistral")[0]
-    calibration_of(other, 8).save(folder / "b.safetensors")
-    with pytest.warns(UserWarning, match="a.safetensors' is skipped"):
-        assert looked_up(other) == 4
 
 
 def test_generate_skips_it_and_notices_when_it_is_mended(model, folder):

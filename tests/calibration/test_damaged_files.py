@@ -4,10 +4,8 @@
 """
 
 import dataclasses
-import json
-import os
+import re
 import shutil
-import struct
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from cases import left_padded, tiny_models
 from damage import FUZZ, changes
 from generation_cases import GREEDY, SMALL_PAGES
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -106,181 +103,16 @@ def test_bytes_that_were_changed(saved, tmp_path):
     assert sum(refused) > 0.9 * len(refused)
 
 
-def test_every_bit_counts(saved, tmp_path):
-    """One bit of each tensor, of its first number and of its last: numbers stay finite, and only the digest shows it."""
-    whole, source = saved
-    data = source.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    path = tmp_path / "c.safetensors"
-    for name in whole.tensors:
-        for at in (header[name]["data_offsets"][0], header[name]["data_offsets"][1] - 4):
-            changed = bytearray(data)
-            changed[8 + length + at] ^= 1
-            path.write_bytes(changed)
-            with pytest.raises(ValueError, match=rf"calibration='{path}' was altered"):
-                lb.Calibration.load(path)
-
-
-numbers = st.one_of(
-    st.integers(-(2**70), 2**70), st.sampled_from([0, 1, 2**31, 2**40, 2**63 - 1, 2**64, -1]), st.floats()
-)
-headers = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), numbers, st.text(max_size=8), st.sampled_from(["F32", "F64", "I8", "BOOL", "F4"])
-    ),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
-    max_leaves=6,
-)
-
-
-def with_header(data: bytes, change) -> bytes:
-    """A safetensors file whose header `change` has changed in place."""
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data[8 + length :]
-
-
-def test_headers_that_say_something_else(saved, tmp_path):
-    whole, source = saved
-    path, data = tmp_path / "c.safetensors", source.read_bytes()
-    names = sorted(whole.tensors)
-
-    @settings(max_examples=400, **FUZZ)
-    @given(
-        st.sampled_from([*names, "__metadata__", "more"]),
-        st.sampled_from([None, "dtype", "shape", "data_offsets", "model", "source", "version", "format", "digest"]),
-        headers,
-    )
-    def check(entry, key, value):
-        def change(header):
-            if key is None or entry not in header:
-                header[entry] = value
-            else:
-                header[entry][key] = value
-
-        path.write_bytes(with_header(data, change))
-        check_load(path, whole)
-
-    check()
-
-
-def test_what_the_file_says_of_its_model(saved, model, tmp_path):
-    """Any JSON in place of the model's description, in a file without a digest."""
-    whole, source = saved
-    path = tmp_path / "c.safetensors"
-    with safe_open(source, framework="pt") as file:
-        metadata = file.metadata()
-    del metadata["digest"]
-
-    @settings(max_examples=200, **FUZZ)
-    @given(st.sampled_from(["name", "model_type", "layers", "marks", None]), headers)
-    def check(key, value):
-        save_file(whole.tensors, path, metadata | {"model": json.dumps(whole.model | {key: value} if key else value)})
-        error = error_of(lambda: cache(model, "kivi-2", path))
-        assert error is None or f"calibration={str(path)!r}" in error
-
-    check()
-
-
-def sparse(path, size):
-    with path.open("r+b") as file:
-        file.truncate(size)
-
-
-def header_of_terabytes(path):
-    """A file that has all that its header promises, and nothing of it on the disk."""
-    size = 2**42
-    entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    text = json.dumps({"__metadata__": metadata, "layers.0.keys.smooth.factors": entry}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    sparse(path, 8 + len(text) + size)
-
-
-def promise(shape, end):
-    def change(header):
-        header["layers.0.keys.smooth.factors"] |= {"shape": shape, "data_offsets": [0, end]}
-
-    return lambda path: path.write_bytes(with_header(path.read_bytes(), change))
-
-
-def length_of_header(number):
-    return lambda path: path.write_bytes(struct.pack("<Q", number) + path.read_bytes()[8:])
-
-
-HUGE = {
-    "terabytes that are there": (header_of_terabytes, r"has 439804651\d{4} bytes"),
-    "terabytes after the end": (lambda path: sparse(path, 2**42), "has 4398046511104 bytes"),
-    "terabytes that are promised": (promise([2**40], 2**42), "cannot be read"),
-    "a shape that overflows": (promise([2**33, 2**33], 2**42), "cannot be read"),
-    "a shape without offsets": (promise([2**40, 0], 0), "cannot be read|altered"),
-    "a header of exabytes": (length_of_header(2**63), "cannot be read"),
-    "a header of gigabytes": (length_of_header(2**33), "cannot be read"),
-    "no header": (length_of_header(0), "cannot be read"),
-}
-
-
-@pytest.mark.parametrize("case", HUGE)
-def test_huge_sizes(case, saved, model, tmp_path):
-    damage, reason = HUGE[case]
-    path = tmp_path / "c.safetensors"
-    shutil.copy(saved[1], path)
-    damage(path)
-    for load in (lb.Calibration.load, lambda path: cache(model, "kivi-2", path)):
-        with pytest.raises(ValueError, match=rf"calibration='{path}' .*({reason})"):
-            load(path)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
-def test_a_pipe_is_not_waited_for(saved, model, own_calibrations):
-    folder = own_calibrations
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / "a.safetensors")
-    shutil.copy(saved[1], folder / "b.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"a\.safetensors"):
-        lb.Calibration.load(folder / "a.safetensors")
-    with pytest.warns(UserWarning, match=r"a.safetensors' is skipped: the file cannot be opened: it is not a file"):
-        cache(model, "kivi-2", None)
-
-
-def altered_shapes(shape):
-    """Shapes that are not it: of other numbers of heads, transposed, cut, longer, of no number, of another rank."""
-    wrong = {(3, *shape[1:]), shape[1:], (*shape, 1), (), shape[::-1], (*shape[:-1], shape[-1] + 1), (0, *shape[1:])}
-    wrong.add((*shape[:-1], shape[-1] // 2))
-    return sorted(wrong - {shape, (1, *shape[1:])}, key=repr)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_wrong_shapes(preset, model, tmp_path):
-    """The file is whole, and a tensor of it is not what the layer needs: the message names both."""
-    whole = random_calibration(model, preset)
+    """The file is whole, and a tensor of it is not what the layer needs."""
+    whole, path = random_calibration(model, preset), tmp_path / "c.safetensors"
     cache(model, preset, whole)  # which is taken
     for name, shape in asked_of(preset).items():
-        for wrong in altered_shapes(shape):
-            path = tmp_path / "c.safetensors"
+        for wrong in ((3, *shape[1:]), shape[1:], (*shape[:-1], shape[-1] // 2)):
             lb.Calibration(whole.tensors | {name: torch.ones(wrong)}, whole.model).save(path)
-            error = error_of(lambda path=path: cache(model, preset, path))
-            assert f"calibration={str(path)!r} has {name} of shape {wrong}" in error
-            assert f"the layer needs {shape}" in error
-
-
-def test_wrong_shapes_in_the_users_folder(model, own_calibrations):
-    """Such a file is skipped with a warning, and the next one is used."""
-    folder, whole = own_calibrations, random_calibration(model, "kivi-2")
-    name = "layers.1.keys.smooth.factors"
-    lb.Calibration(whole.tensors | {name: torch.ones(3, 64)}, whole.model).save(folder / "a.safetensors")
-    with (
-        pytest.warns(UserWarning, match=rf"a.safetensors' is skipped: .*has {name} of shape \(3, 64\)"),
-        pytest.raises(ValueError, match=rf"needs a calibration.*has {name} of shape \(3, 64\)"),
-    ):
-        cache(model, "kivi-2", None)
-    whole.save(folder / "b.safetensors")
-    got = cache(model, "kivi-2", None)  # a second warning would be an error
-    assert torch.equal(got.packed_layers[1].parameters["key_transform.factors"], whole.tensors[name])
+            with pytest.raises(ValueError, match=re.escape(f"of shape {wrong}")):
+                cache(model, preset, path)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -3,14 +3,16 @@
 import functools
 import importlib.metadata
 import importlib.util
+import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command_line import call, commands
 
-from hf_lowbit_kv import Calibration
+from hf_lowbit_kv import Calibration, diagnosis, installation
 from hf_lowbit_kv.eval import protocols
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,25 +129,78 @@ def test_presets_that_need_a_calibration_are_marked(run):
 @pytest.mark.parametrize("name", commands())
 def test_help_says_which_extra_a_command_needs(run, name):
     shown = " ".join(run(*name.split(), "--help")[1].replace("│", " ").split())
-    extras = set(re.findall(r"pip install 'hf-lowbit-kv\[(\w+)\]'", shown))
+    extras = set(re.findall(r"Needs pip install .*?\[(\w+)\]", shown))
     assert extras <= set(importlib.metadata.metadata("hf-lowbit-kv").get_all("Provides-Extra"))
     assert len(extras) == 1 or "Needs no extra packages." in shown
 
 
 @pytest.mark.parametrize(
     ("name", "extra"),
-    [("serve", "serve"), ("eval lm-eval", "eval"), ("eval needle", "eval")],
+    [
+        ("serve --model x/y", "serve"),
+        ("eval lm-eval --tasks a --preset kivi-4 --model x/y", "eval"),
+        *((name, "eval") for name in ("demo", "recommend --bits 3", "eval perplexity", "eval needle", "calibrate")),
+        ("eval needle --model x/y --picture a.png", "eval"),
+    ],
 )
-def test_a_missing_extra_gives_the_line_that_installs_it(run, arguments, monkeypatch, tmp_path, name, extra):
+def test_a_missing_package_gives_the_line_that_installs_all_that_lack(run, monkeypatch, name, extra):
+    """The same line in every command and in doctor, before torch is imported for a model."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    pictures = {"eval needle": ["--picture", tmp_path / "a.png"]}
-    code, out, err = run(*name.split(), *arguments[name], *pictures.get(name, []))
+    line = installation.install_missing(extra)
+    assert line.startswith(installation.install_extra(extra))
+    code, out, err = run(*name.split())
     assert (code, out) == (1, "")
-    assert f"pip install 'hf-lowbit-kv[{extra}]'" in " ".join(err.split())
+    assert line in " ".join(err.split())
+    assert line in [each["command"] for each in diagnosis._extras()]
 
 
 def test_calibrating_on_a_cpu_without_faiss_gives_the_line(run, arguments, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     code, _, err = run("calibrate", *arguments["calibrate"])
     assert code == 1
-    assert "pip install 'hf-lowbit-kv[calibrate]'" in " ".join(err.split())
+    assert installation.install_extra("calibrate") in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'hf-lowbit-kv[eval]'"),  # an index
+        ({"url": "file:///a%20b", "dir_info": {}}, "pip install '/a b[eval]'"),
+        ({"url": "file:///clone", "dir_info": {"editable": True}}, "pip install -e '/clone[eval]'"),
+        (
+            {"url": "https://host/x", "vcs_info": {"vcs": "git", "commit_id": "1"}},
+            "pip install 'hf-lowbit-kv[eval] @ git+https://host/x'",
+        ),
+    ],
+)
+def test_an_extra_comes_from_where_the_project_came(monkeypatch, tmp_path, origin, command):
+    """As pip records it (PEP 610)."""
+    recorded = SimpleNamespace(read_text=lambda file: origin and json.dumps(origin))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: recorded)
+    assert installation.install_extra("eval") == command
+    monkeypatch.chdir(tmp_path)
+    origin = {"url": tmp_path.as_uri(), "dir_info": {}}
+    assert installation.install_extra("eval") == "pip install '.[eval]'"
+
+
+@pytest.mark.parametrize("name", ["", "eval", *commands()])
+def test_help_at_80_columns_cuts_no_name_and_no_sentence(capfd, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = call(capfd, *name.split(), "--help")[1]
+    assert max(map(len, shown.splitlines())) <= 80
+    assert not re.search(r"…|[^\]]\.\.\.\s", shown)
+
+
+@pytest.mark.parametrize(("answer", "made"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_the_end_of_input_makes_no_calibration(monkeypatch, answer, made):
+    from hf_lowbit_kv.calibration import calibration_cost
+    from hf_lowbit_kv.cli import missing_calibrations, recommend_command
+
+    calls = []
+    monkeypatch.setattr(recommend_command, "_can_ask", lambda: True)
+    monkeypatch.setattr(calibration_cost, "cost", lambda *_: "1 s")
+    monkeypatch.setattr(missing_calibrations, "lacking", lambda *_: ["eigen-2"])
+    monkeypatch.setattr(missing_calibrations, "make", lambda *_: calls.append(1))
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    recommend_command._calibrate_first(None, None, None, None, {}, None, [Path("a.txt")], Path("b.txt"))
+    assert bool(calls) == made

@@ -50,12 +50,8 @@ def test_old_gpu(nvidia_gpu, monkeypatch):
 
 
 def test_what_the_cuda_kernels_do_not_cover_is_refused(nvidia_gpu):
-    with pytest.raises(ValueError, match=r"computes in .*, not in torch.float32; use backend='triton'"):
-        choice.choose_backend("cuda", choice.LayerSetup(nvidia_gpu, torch.float32))
     boosted, plain = parse_format("boosted2-r0.125"), parse_format("int2-token")
-    with pytest.raises(
-        ValueError, match=r"no kernels for values in format 'boosted2-r0.125' yet; use backend='triton'"
-    ):
+    with pytest.raises(ValueError, match=r"no kernels for values in format 'boosted2-r0.125'"):
         choice.choose_backend("cuda", choice.LayerSetup(nvidia_gpu, torch.float16, LayerSpec(plain, boosted)))
     setup = choice.LayerSetup(nvidia_gpu, torch.float16, LayerSpec(boosted, plain))
     assert choice.choose_backend("cuda", setup) == "cuda"

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from cases import SMALL_PAGES, tiny_models
 from transformers import PreTrainedTokenizerFast
 
@@ -160,21 +159,16 @@ def test_nothing_packed_is_an_error(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"preset": "kivi2"}, ValueError, "did you mean 'kivi-2'"),
-        ({"kv_chunk": 0}, ValueError, "kv_chunk=0 is not allowed"),
-        ({"kv_chunk": 2000}, ValueError, "kv_chunk=2000 is larger than the model's context of 1024 tokens"),
-        ({"max_cache_len": 100}, ValueError, "max_cache_len is not allowed"),
-        ({"kv_backend": "x"}, ValueError, r"kv_backend='x' is not known; allowed: \('torch', 'cpu'"),
-        ({"no_such": 1}, TypeError, "no_such"),
-        ({"sink": -1}, ValueError, "sink=-1"),
-        ({"attn_implementation": "sdpa"}, ValueError, "attn_implementation must be 'lowbit_kv'"),
-        ({"tokenizer": "/no/such/tokenizer"}, ValueError, "'/no/such/tokenizer' has no tokenizer"),
+        ({"preset": "kivi2"}, "did you mean 'kivi-2'"),
+        ({"kv_chunk": 2000}, "kv_chunk=2000 is larger than the model's context of 1024 tokens"),
+        ({"attn_implementation": "sdpa"}, "attn_implementation must be 'lowbit_kv'"),
+        ({"tokenizer": "/no/such/tokenizer"}, "'/no/such/tokenizer' has no tokenizer"),
     ],
 )
-def test_bad_arguments(model_folder, options, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_arguments(model_folder, options, message):
+    with pytest.raises(ValueError, match=message):
         lm_of(model_folder, **options)
 
 
@@ -191,17 +185,6 @@ def test_items_without_a_score_are_named(model_folder, item, message):
     lm = lm_of(model_folder, max_length=64, allow_unpacked=True)
     with pytest.raises(ValueError, match=message):
         lm.loglikelihood([Instance("loglikelihood", {}, item, 0, metadata=("numbers", 0, 1))], disable_tqdm=True)
-
-
-def test_an_unreachable_model_is_explained(monkeypatch):
-    def unreachable(*args, **kwargs):
-        raise OSError("We couldn't connect to 'https://hub'.\nCheck your connection")
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
-    with pytest.raises(
-        OSError, match=r"'some/model' cannot be loaded: We couldn't connect to 'https://hub'\. Without the hub"
-    ):
-        LowBitLM("some/model", preset="kivi-2", device="cpu")
 
 
 @pytest.mark.skipif(

@@ -126,8 +126,7 @@ def test_the_command(folder, text, capsys, tmp_path):
         ("kivi-2", {"lengths": (2000,)}, "length=2000 is more than the model's context of 1024"),
         ("kivi-2", {"lengths": (600,)}, r"has 420 tokens, and length=600 needs"),
         ("kivi-2", {"lengths": (20,)}, "length=20 is too short: fact and question take"),
-        ("kivi-2", {"lengths": (300,), "chunk": 400}, "kv_chunk=400 is not allowed; it must be 1 to 300"),
-        ("kivi-2", {"lengths": (200,)}, "length=200 is too short for preset 'kivi-2': nothing was read packed"),
+        ("kivi-2", {"lengths": (300,), "chunk": 400}, "length=300 is too short for preset 'kivi-2' with kv_chunk=400"),
         ("kivi", {}, "preset='kivi' is not known"),
     ],
 )
@@ -136,15 +135,6 @@ def test_bad_input(folder, text, preset, options, message):
         run([preset], *load_model(str(folder), device="cpu"), text=text, **options)
 
 
-def test_a_text_that_is_not_utf8_is_named(folder, tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
-        run(["kivi-2"], *load_model(str(folder), device="cpu"), text=tmp_path / "latin.txt")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("map.txt", "the name must end in"), ("none/map.png", "there is no folder")]
-)
-def test_bad_pictures(tmp_path, name, message):
-    with pytest.raises(ValueError, match=message):
-        check_picture(tmp_path / name)
+def test_bad_pictures(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_picture(tmp_path / "none" / "map.png")

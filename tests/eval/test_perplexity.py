@@ -243,19 +243,6 @@ def test_documents_of_a_dataset(tmp_path):
     (tmp_path / "data").mkdir()
     path.rename(tmp_path / "data" / "train.jsonl")
     assert dataset_text(str(tmp_path / "data"), split="train").content.startswith("document 0")
-    with pytest.raises(ValueError, match=r"--split 'test' of dataset .*data' is not found: Bad split.*'train'"):
-        dataset_text(str(tmp_path / "data"))
-
-
-def test_a_dataset_that_is_not_reached(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'wikitext' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(OSError, match=r"the hub is not reached: .*Without the hub, use --text FILE"):
-        dataset_text("wikitext", "wikitext-2-raw-v1")
 
 
 @pytest.mark.parametrize(
@@ -264,8 +251,6 @@ def test_a_dataset_that_is_not_reached(monkeypatch):
         ("kivi-2", {"context": 500}, r"context=500 is more than the 450 tokens of text .*one\.txt"),
         ("kivi-2", {"start": CONTEXT}, "start=400 is not allowed with context=400"),
         ("kivi-3", {}, r"preset='kivi-3' is not known; did you mean .*'kivi-2'"),
-        ("kivi-2", {"chunk": 0}, "chunk=0 is not allowed"),
-        ("kivi-2", {"windows": -1}, "windows=-1 is not allowed"),
         ("kivi-2", {"context": 5000}, r"context=5000 .* at most 2048, .*context=2048, windows=3"),
     ],
 )
@@ -285,14 +270,10 @@ def test_windows_may_be_as_long_as_rope_scaling_allows(model, monkeypatch):
 
 
 def test_bad_texts(model, texts):
-    with pytest.raises(ValueError, match=r"texts=\[\]"):
-        score(["kivi-2"], [], model)
     latin = texts[0].parent / "latin.txt"
     latin.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
         score(["kivi-2"], [latin], model)
-    with pytest.raises(FileNotFoundError):
-        score(["kivi-2"], [texts[0].with_name("none.txt")], model)
 
 
 # ---- standard errors, against closed forms --------------------------------------------------------------------------

@@ -131,7 +131,6 @@ def test_kivi(run, folder, tmp_path):
         (["--name", "kivi", "-p", "kv4", "--tasks", "hellaswag"], "task 'hellaswag' does not belong to the protocol kivi"),
         (["--name", "kivi", "-p", "kv4", "--tasks", "gsm8k", "--dataset", "."], "gsm8k/test.jsonl, the data of task gsm8k"),
         (["--name", "kivi", "-p", "kv5x"], "kv5x"),
-        (["--name", "wikitext", "-p", "kv4", "--dataset", "."], "--dataset '.' is not allowed; for --name wikitext it must be"),
     ],
 )  # fmt: skip
 def test_what_is_refused(run, arguments, message, monkeypatch):
@@ -141,26 +140,9 @@ def test_what_is_refused(run, arguments, message, monkeypatch):
     assert message in " ".join(err.split())
 
 
-def test_without_the_hub_a_local_file_is_proposed(run, monkeypatch):
-    """This command has no --text."""
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr("datasets.load_dataset", unreachable)
-    code, _, err = run("--name", "wikitext", "-p", "kv4")
-    assert code == 1
-    assert "no route. Without the hub, use a local file: --dataset FILE." in " ".join(err.split())
-
-
 def test_the_page_names_the_tasks_as_the_command_does():
     page = (Path(__file__).parents[2] / "docs" / "protocols.md").read_text(encoding="utf-8")
     assert [task for task in protocols.KIVI_TASKS if f"`{task}`" not in page] == []
-
-
-def test_the_window_is_the_protocols():
-    with pytest.raises(ValueError, match="residual= is set by the protocol wikitext"):
-        protocols.wikitext(["kv4"], None, None, None, residual=64)
 
 
 def test_lm_eval_has_the_tasks():

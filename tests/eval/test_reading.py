@@ -204,5 +204,3 @@ def test_bad_input(models, reader):
         reader("full").score([Text([1, 2, 3], 0)])
     with pytest.raises(ValueError, match="chunk=0 is not allowed"):
         reader("full", chunk=0)
-    with pytest.raises(ValueError, match="batch_size=0 is not allowed"):
-        reader("full", batch_size=0)

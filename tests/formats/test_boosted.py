@@ -153,8 +153,6 @@ def test_kitty_cache():
     ("options", "message"),
     [
         ({"boost": 1.5}, r"ratio=1.5 \(boost\) is not allowed; it must be a number from 0 to 1"),
-        ({"boost": -0.1}, r"ratio=-0.1 \(boost\) is not allowed"),
-        ({"boost": True}, r"ratio=True \(boost\) is not allowed"),
         ({"boost": float("nan")}, r"ratio=nan \(boost\) is not allowed"),
         ({"boost": 0.01}, r"ratio=0.01 .* gives no whole channel of head_dim=64; the nearest that does: 0.015625"),
         ({"score": "size"}, "score='size' is not known; allowed: .*'magnitude'"),
@@ -164,20 +162,14 @@ def test_kitty_cache():
 def test_bad_arguments(options, message):
     config = tiny_config("llama")
     with pytest.raises(ValueError, match=message):
-        lb.KittyCache(config, **options)
-    with pytest.raises(ValueError, match=message):
         lb.from_preset("kitty", config, **options)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Boosted(0.5, bits=4), "boosted_bits=4 is not above bits=4"),
         (lambda: Boosted(0.5, bits=4, boosted_bits=8), "bits=4 with boosted_bits=8 is not offered; allowed: 2 with 4"),
         (lambda: Boosted(0.5, "random", seed=-1), "seed=-1 is not allowed"),
-        (lambda: parse_format("boosted2-r2"), r"ratio=2.0 \(boost\) is not allowed"),
-        (lambda: parse_format("boosted2-r0.5-odd"), "score='odd' is not known"),
-        (lambda: parse_format("boosted2-r1.2.3"), "format='boosted2-r1.2.3' is not known"),
         (lambda: parse_format("boosted2-r0.5-variance7"), "format='boosted2-r0.5-variance7' is not known"),
         (lambda: parse_format("boosted2"), "format='boosted2' is not known; allowed: .*boosted2-r<ratio>"),
         (

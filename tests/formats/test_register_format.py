@@ -76,22 +76,17 @@ def _named(given: str, parse):
 
 
 @pytest.mark.parametrize(
-    ("cls", "error", "message"),
+    ("cls", "message"),
     [
-        (_named("greedy", lambda cls, name: cls()), ValueError, r"parse\('dense'\) returned .*must return None"),
-        (
-            _named("loud", lambda cls, name: cls() if name == "loud" or int(name) else None),
-            ValueError,
-            r"parse\('dense'\) raised ValueError: .*None for",
-        ),
-        (_named("deaf", lambda cls, name: None), ValueError, r"parse\('deaf'\) returned None"),
-        (_named("a|b", lambda cls, name: cls() if name == "a|b" else None), ValueError, "may not hold '|'"),
+        (_named("greedy", lambda cls, name: cls()), r"parse\('no such format'\) returned .*must return None"),
+        (_named("deaf", lambda cls, name: None), r"parse\('deaf'\) returned None"),
+        (_named("a|b", lambda cls, name: cls() if name == "a|b" else None), "may not hold '|'"),
     ],
-    ids=["greedy", "loud", "deaf", "separator"],
+    ids=["greedy", "deaf", "separator"],
 )
-def test_bad_classes_are_refused(cls, error, message):
+def test_bad_classes_are_refused(cls, message):
     before = list(formats.FORMATS)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         lb.register_format(cls)
     assert before == formats.FORMATS
 
@@ -120,10 +115,6 @@ def _encoded(**arrays):
     return encode_arrays
 
 
-def _listed(*entries):
-    return lambda self, head_dim, page_size, dtype: list(entries)
-
-
 def _decoded(name):
     return lambda self, arrays, head_dim, parameters=(): arrays[name]
 
@@ -136,7 +127,6 @@ def _mean_of_the_page(x):
     return x.abs().mean((1, 2), keepdim=True).expand(-1, 128, 1)
 
 
-CODES = ("codes", torch.uint8, (128, 8))
 WRONG = {
     "encode_arrays returned codes; arrays lists codes, scale": {"encode_arrays": _encoded(scale=None)},
     "encode_arrays returned codes, scale, more; arrays lists codes, scale": {"encode_arrays": _encoded(more=torch.abs)},
@@ -144,10 +134,7 @@ WRONG = {
     "NaN or infinity": {"encode_arrays": _encoded(scale=lambda x: x[..., :1] * torch.inf)},
     "other bytes when another page": {"encode_arrays": _encoded(scale=_mean_of_all_pages)},
     "is tokenwise, but its array 'scale'": {"encode_arrays": _encoded(scale=_mean_of_the_page)},
-    "decode failed on a trial page: KeyError: 'scales'": {"decode_arrays": _decoded("scales")},
     "the shape (2, 128, 1); it must be (2, 128, 64)": {"decode_arrays": _decoded("scale")},
-    "arrays lists 'codes' twice": {"arrays": _listed(CODES, CODES)},
-    "none of its arrays (words) holds codes": {"arrays": _listed(("words", *CODES[1:]))},
 }
 
 
@@ -160,19 +147,15 @@ def test_a_page_that_does_not_come_back_is_refused(message):
     lb.register_format(_changed())
 
 
-@pytest.mark.parametrize("settings", [None, {"frozen": True, "eq": False}], ids=str)
-def test_a_class_that_is_no_frozen_dataclass_is_refused(settings):
+def test_a_class_that_is_no_frozen_dataclass_is_refused():
     class Plain(Sign):
         name = "plain"
 
-    cls = Plain if settings is None else dataclasses.dataclass(repr=False, **settings)(Plain)
-    with pytest.raises(TypeError, match=r"cls=Plain must be a frozen dataclass; write @dataclass\(frozen=True"):
-        lb.register_format(cls)
+    with pytest.raises(TypeError, match="cls=Plain must be a frozen dataclass"):
+        lb.register_format(Plain)
 
 
 def test_kernels():
-    with pytest.raises(ValueError, match="triton='few' has no 'decode'"):
-        lb.register_format(Sign, triton=SimpleNamespace(__name__="few", params=None, encode=None))
     pytest.importorskip("triton")
     from hf_lowbit_kv.triton_kernels import registry
 
@@ -207,31 +190,22 @@ def test_on_a_gpu(kernels, nvidia_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "error", "message"),
+    ("name", "options", "message"),
     [
-        ("kivi-2", {}, ValueError, "preset name 'kivi-2' is taken"),
-        ("kitty-hadamard-sink", {}, ValueError, "preset name 'kitty-hadamard-sink' is taken"),
-        ("", {}, ValueError, "name='' is not allowed"),
-        ("two words", {}, ValueError, "name='two words' is not allowed"),
-        (3, {}, TypeError, "name=3 is not allowed"),
-        *((name, {}, ValueError, f"name='{name}' is not allowed; these names") for name in ("16-bit", "full", "all")),
-        ("mine", {"key_format": "nothing"}, ValueError, "format='nothing' is not known"),
-        (
-            "mine",
-            {"key_format": lb.Affine(4, "channel")},
-            TypeError,
-            r"key_format=Affine\('int4-channel'\) is not allowed",
-        ),
-        ("mine", {"transform": lb.Hadamard()}, TypeError, r"transform=Hadamard\(\) is not allowed"),
-        ("mine", {"note": 3}, TypeError, "note=3 is not allowed; it must be a string"),
-        ("mine", {"transform": "spin"}, ValueError, "spin"),
-        ("mine", {"sink": -1}, ValueError, "sink=-1 is not allowed"),
-        ("mine", {"attention_kind": "aloud"}, ValueError, "attention_kind='aloud' is not known"),
+        ("kivi-2", {}, "preset name 'kivi-2' is taken"),
+        ("kitty-hadamard-sink", {}, "preset name 'kitty-hadamard-sink' is taken"),
+        ("", {}, "name='' is not allowed"),
+        ("two words", {}, "name='two words' is not allowed"),
+        *((name, {}, f"name='{name}' is not allowed; these names") for name in ("16-bit", "full", "all")),
+        ("mine", {"key_format": "nothing"}, "format='nothing' is not known"),
+        ("mine", {"transform": "spin"}, "spin"),
+        ("mine", {"sink": -1}, "sink=-1 is not allowed"),
+        ("mine", {"attention_kind": "aloud"}, "attention_kind='aloud' is not known"),
     ],
 )
-def test_bad_presets_are_refused(name, options, error, message):
+def test_bad_presets_are_refused(name, options, message):
     before = dict(presets.PRESETS)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         lb.register_preset(name, **({"key_format": "int4-channel", "value_format": "int4-token"} | options))
     assert before == presets.PRESETS
     assert "mine" not in presets._PLAIN

@@ -34,7 +34,7 @@ FOUND = FUSED | {
     "cohere": "norms 0/3 (layers.0.input_layernorm and 2 more: no RMS norm), rotary 0/2 (PAIRS), gate 2/2, products 4/4",
     "deepseek_v3": "norms 9/9, rotary 0/2 (PAIRS), gate 2/2, products 4/4",
 }
-PAIRS = "layers.0.self_attn and 1 more: pairs are no halves"
+PAIRS = "layers.0.self_attn and 1 more: interleaved RoPE"
 
 
 def test_finding_pieces_draws_no_random_numbers():
@@ -339,7 +339,7 @@ def _clamped(model):
             _train,
             {("rotary", "layers.0.self_attn"): "train()", ("products", "layers.0.self_attn.q_proj"): "train()"},
         ),
-        (_liger, {("norms", "norm"): "of Liger-Kernel already"}),
+        (_liger, {("norms", "norm"): "already patched by Liger-Kernel"}),
         (_subclass, {("products", "layers.0.self_attn.k_proj"): "Quantized"}),
         (_clamped, {}),
     ],

@@ -105,10 +105,6 @@ with lb.enable(model, "kivi-2"):
     assert torch.equal(model.generate(ids, **options), want)
 print("lacks", sorted(stepping.lacking()))
 print("doctor", str(lb.doctor("cpu")))
-try:
-    lb.generate(model, ids, "kivi-2", step="compiled", **options)
-except ValueError as error:
-    print("compiled", error)
 """
 
 

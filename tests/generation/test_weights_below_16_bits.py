@@ -60,7 +60,7 @@ def test_steps_are_recorded(name, monkeypatch):
     # quantized products stay the library's; the reason names what replaces them
     reason = {SIXTEEN_BITS: "float32", "bnb-int8": "Linear8bitLt", "bnb-nf4": "Linear4bit"}
     assert "products 0/" in steps
-    assert reason.get(name, "its weight is no plain tensor") in steps
+    assert reason.get(name, "its weight is not a plain tensor") in steps
     truth = loaded(name, attn_implementation="sdpa").generate(ids, max_new_tokens=NEW_TOKENS, **options)
     assert torch.equal(out.sequences, truth)
     lb.release(model)

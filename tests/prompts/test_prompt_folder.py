@@ -82,7 +82,8 @@ def test_altered_descriptions_with_right_checksums(model, tmp_path, monkeypatch,
     for number in range(int(os.environ.get("ALTERATIONS", "10"))):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole", folder)
-        changed = _altered(description, rng)
+        without_a_layer = {**description, "layers": {"0": description["layers"]["0"]}}
+        changed = _altered(description, rng) if number else without_a_layer
         (copied,) = folder.glob(f"prompt-*/{saved_cache.FILE_NAME}")
         copied.write_text(saved_cache._signed(changed))
         with warnings.catch_warnings():
@@ -211,12 +212,6 @@ def test_a_full_disk(model, tmp_path, small_files):
     with pytest.raises(OSError, match="tensors cannot be written to"):
         cache.save_pretrained(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_a_file_in_place_of_the_folder(tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="mine' is a file; texts are kept in a folder"):
-        lb.PrefixStore(folder=tmp_path / "mine")
 
 
 def test_files_that_are_damaged_or_gone_are_not_used(model, tmp_path):

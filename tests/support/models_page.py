@@ -182,7 +182,7 @@ REASONS = (
     ("is sparse attention", "sparse attention: an indexer chooses the tokens to attend to"),
     ("computes with them between the cache", "the model computes with keys and values after it has stored them"),
     ("takes no cache but its own", "the model takes no cache but one of its own class"),
-    ("several stacks of layers", "the model is several stacks of layers"),
+    ("several stacks of layers", "the model has several stacks of layers"),
     ("cross-attention layers", "the model reads the keys of cross-attention layers from its cache"),
     ("runs some layers several times", "some layers run several times in a pass, each time with other keys and values"),
     ("of the model that it assists", "an assistant: it attends to the keys and values of the model that it assists"),

@@ -27,6 +27,7 @@ from tiny_hub import BUNDLED, TinyHub
 from hf_lowbit_kv import cli, formats, presets
 from hf_lowbit_kv.cli import application
 from hf_lowbit_kv.eval.local_models import MissingPackageError
+from hf_lowbit_kv.installation import DATA
 
 ROOT = Path(__file__).resolve().parents[2]
 #: files that commands read, filled with an essay where an example did not write them
@@ -271,7 +272,6 @@ def small_protocol(folder: Path, name: str) -> list[str]:
 def check_install(arguments: list[str]) -> None:
     """Raise where `pip install` names an extra that is not there, or another version than the project installs."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for word in arguments:
         if word.startswith("-"):
             continue
@@ -281,7 +281,7 @@ def check_install(arguments: list[str]) -> None:
                 word
             )
         elif (wanted := Requirement(word)).specifier:
-            assert str(wanted) in project + makefile, f"{word} is not what the project installs"
+            assert str(wanted) in [*DATA.values()] or str(wanted) in project, f"{word} is not what the project installs"
 
 
 def run_main(module: str, arguments: list[str]) -> None:

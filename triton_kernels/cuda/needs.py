@@ -34,7 +34,7 @@ class Needs(NamedTuple):
     meta: Callable[[int], int]
     """tokens of a KV tile -> bytes of their scales, zero points, maps"""
     bits: int = 16
-    """bits per number, rounded up"""
+    """bits per value, rounded up"""
     table: int = 0
     """bytes of a codebook in shared memory"""
     grouped: bool = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anyio
+from fastapi import HTTPException
 from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletionMessageToolCall
 from openai.types.chat.chat_completion_chunk import ChoiceDeltaToolCall
@@ -115,17 +116,23 @@ class _PoolHandler:
         return JSONResponse(await self._whole(answer))
 
     def _begin(self, body: dict, request_id: str, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any]) -> Answer:
-        """Check a request, make its prompt, and submit it."""
-        self._validate_request(body)
-        if body.get("model") is not None:
-            check_model_name(body["model"], self.model_manager)
-        config = self._build_generation_config(body, self._model.generation_config, use_cb=True)
-        ids = self._prompt(body)
-        stops = config.stop_strings or []
-        stops = [stops] if isinstance(stops, str) else list(stops)
-        parser = self._parser(body, ids)
-        unshown = unshown_tokens(self._tokenizer, config.eos_token_id, parser)
-        streamer = AnswerStreamer(self._tokenizer, loop, queue, parser, stops, unshown)
+        """Read a request, make its prompt, and submit it. Python, transformers and chat templates raise errors of all kinds
+        for what they cannot read: these become HTTP 400."""
+        try:
+            self._validate_request(body)
+            if body.get("model") is not None:
+                check_model_name(body["model"], self.model_manager)
+            config = self._build_generation_config(body, self._model.generation_config, use_cb=True)
+            ids = self._prompt(body)
+            stops = config.stop_strings or []
+            stops = [stops] if isinstance(stops, str) else list(stops)
+            parser = self._parser(body, ids)
+            unshown = unshown_tokens(self._tokenizer, config.eos_token_id, parser)
+            streamer = AnswerStreamer(self._tokenizer, loop, queue, parser, stops, unshown)
+        except HTTPException:
+            raise
+        except Exception as error:
+            raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error!s:.500}") from error
         streamed = bool(body.get("stream") or stops)
         self._manager.submit(request_id, ids, config, streamer, streamed)
         return Answer(request_id, body, len(ids), queue, streamer, streamed, lambda: self._manager.requests.alive)
@@ -134,7 +141,7 @@ class _PoolHandler:
 
     def _validate_request(self, body: dict) -> None:
         known = set(getattr(self._valid_params_class, "__mutable_keys__", set())) | OWN
-        check_fields(body, known, self._reads, self._vocabulary)
+        check_fields(body, known, self._reads)
         # transformers logs that it ignores tool_choice; `_tools` honours it
         unknown_there = OWN | {"tool_choice"}
         super()._validate_request({name: x for name, x in body.items() if name not in unknown_there})  # type: ignore[misc]
@@ -144,10 +151,7 @@ class _PoolHandler:
         settings = {name: value for name, value in body.items() if name not in ("seed", "logit_bias")}
         if "generation_config" in body:
             settings["generation_config"] = json.dumps(read_settings(body["generation_config"], self._vocabulary))
-        try:
-            config = super()._build_generation_config(settings, model_generation_config, use_cb=use_cb)  # type: ignore[misc]
-        except (AttributeError, TypeError, ValueError) as error:
-            raise Refused(400, f"generation_config: {error}", "generation_config") from error
+        config = super()._build_generation_config(settings, model_generation_config, use_cb=use_cb)  # type: ignore[misc]
         config.use_cache = True
         for name in OWN & body.keys():
             setattr(config, name, max(body[name], 0))  # top_k=-1 is off, as 0
@@ -235,17 +239,14 @@ class ChatHandler(_PoolHandler, ChatCompletionHandler):
         values, tools = body.get("chat_template_kwargs", {}), _tools(body)
         check_template_values(values, self._variables(tools))
         messages = template_messages(body["messages"])
-        text = self._rendered(messages, {**values, "tools": tools})
-        if tools and text == self._rendered(messages, values):
+        text = ChatPrompt(self._processor, messages, {**values, "tools": tools}).text
+        if tools and text == ChatPrompt(self._processor, messages, values).text:
             raise Refused(400, "tools: the chat template of the model has none; leave them out", "tools")
         return self._ids(text, add_special_tokens=False)
 
     def _variables(self, tools: list[dict] | None) -> set[str]:
         """Variables of the chat template that are a client's own."""
-        try:
-            template = self._tokenizer.get_chat_template(None, tools)
-        except ValueError as error:
-            raise Refused(400, f"messages: {error}", "messages") from error
+        template = self._tokenizer.get_chat_template(None, tools)
         others = {
             "messages",
             *self._tokenizer.special_tokens_map,
@@ -253,14 +254,6 @@ class ChatHandler(_PoolHandler, ChatCompletionHandler):
         }
         others |= set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"documents"}
         return set(_get_template_variables(template)) - others
-
-    def _rendered(self, messages: list[dict], options: dict[str, Any]) -> str:
-        """The prompt as text. A template raises for what it does not know, such as a system message."""
-        try:
-            return ChatPrompt(self._processor, messages, options).text
-        except Exception as error:
-            message = f"messages: the chat template says {type(error).__name__}: {error}"
-            raise Refused(400, message, "messages") from error
 
     def _parser(self, body: dict, ids: list[int]) -> AnswerParser | None:
         prompt, calls = self._tokenizer.decode(ids), body.get("tool_choice") != "none"

@@ -85,7 +85,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for each in sockets:
             each.close()
-        raise _not_free(host, port, error) from None
+        message = f"host={host!r}, port={port} cannot be listened to: {error.strerror}; choose another port or host"
+        raise ValueError(message) from None
     return sockets
 
 
@@ -100,21 +101,6 @@ def _bound(family: int, kind: int, address: Any) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-def listen(sockets: list[socket.socket], host: str, port: int) -> None:
-    """Let the sockets listen."""
-    try:
-        for each in sockets:
-            each.listen()
-    except OSError as error:
-        raise _not_free(host, port, error) from None
-
-
-def _not_free(host: str, port: int, error: OSError) -> ValueError:
-    return ValueError(
-        f"host={host!r}, port={port} cannot be listened to: {error.strerror}; choose another port or host"
-    )
 
 
 def url_of(host: str, port: int) -> str:
@@ -223,9 +209,9 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Raises:
-        ValueError: `served_model_name` is empty, `allow_origins` has what is no origin, or the address cannot be listened to,
-            e.g. because another server does. Nothing is loaded then. Or the tokenizer writes messages without a chat
-            template. Or as for `RequestLoop`.
+        ValueError: `served_model_name` is empty, `allow_origins` contains a value that is not an origin, or the address
+            cannot be listened to, e.g. because another server does. Nothing is loaded then. Or the tokenizer writes
+            messages without a chat template. Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
@@ -240,11 +226,10 @@ def serve(
         ready: called at the same time, with `url`, `model`, `preset`, `rows` (at once), `row_tokens` (largest) and
             `bytes` of the pool.
     """
-    for origin in allow_origins:  # a browser sends no path, and an origin that is never sent would be allowed in vain
+    for origin in allow_origins:  # browsers send no path: an origin with one would never match
         if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
             raise ValueError(
-                f"allow_origins={origin!r} is not allowed; it must be a scheme and a host without a path, such as "
-                "https://page.example, or *"
+                f"allow_origins={origin!r} is not allowed; it must be * or a scheme and a host, such as https://page.example"
             )
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(contextlib.closing(each)) for each in bind(host, port)]
@@ -254,8 +239,8 @@ def serve(
         tokenizer = getattr(processor, "tokenizer", processor)
         if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             raise ValueError(
-                f"{name!r} has a {type(tokenizer).__name__}, which is not served: this tokenizer writes messages without a "
-                "chat template. Save the model with a tokenizer of the tokenizers library, and serve that folder"
+                f"{name!r} has a {type(tokenizer).__name__}, which is not served: it writes messages without a chat template. "
+                "Save the model with a tokenizer of the tokenizers library, and serve that folder"
             )
         requests = RequestLoop(
             model,
@@ -272,7 +257,8 @@ def serve(
         max_open = requests.pool.slots + max_waiting
         app = build_app(models, requests, max_open=max_open, api_key=api_key, allow_origins=allow_origins)
         config = uvicorn.Config(app, host=host, port=port, log_level="warning")
-        listen(sockets, host, port)  # clients that come now wait a moment
+        for each in sockets:
+            each.listen()  # clients that come now wait a moment
         pool = requests.pool
         url = url_of(host, port)
         say(

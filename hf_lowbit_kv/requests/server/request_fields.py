@@ -6,13 +6,13 @@ Every value is bounded, so that no request takes much longer than the tokens tha
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers import GenerationConfig
 
 from ...generation.allowed_values import SWITCH, Allowed, list_of, number, one_or_list_of, text
+from ...generation.chat_prompt import check_messages as chat_messages
 from .openai_errors import Refused, not_allowed, shown
 
 #: fields that are honoured
@@ -46,15 +46,8 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (-1,),
     "seed": (-1,),
 }
-#: fields of one type: their type, and its name
-KINDS = (
-    ("stream", bool, "true or false"),
-    ("generation_config", str, "a text in JSON"),
-    ("chat_template_kwargs", dict, "an object"),
-    ("tools", list, "a list of objects"),
-    ("messages", list, "a list of messages"),
-    ("prompt", str, "a text"),
-)
+#: what the model reads -> its type, and which values it may have
+READS = {"messages": (list, "a list of messages, at least one"), "prompt": (str, "a text, at least one character")}
 #: fields of this server that OpenAI's API does not have
 OWN = {"top_k", "repetition_penalty"}
 
@@ -90,13 +83,13 @@ FIELDS: dict[str, Allowed] = {
 UNUSED_SETTINGS = ("pad_token_id", "bos_token_id", "transformers_version", "_from_model_config")
 
 
-def check_fields(body: dict[str, Any], known: Collection[str], reads: str, vocabulary: int) -> None:
-    """Check a request, and drop fields that change no answer.
+def check_fields(body: dict[str, Any], known: Collection[str], reads: str) -> None:
+    """Check a request, and drop fields that change no answer. Values of another type than a field has raise errors of Python
+    where they are used.
 
     Args:
         known: names that this request may have.
         reads: the field that says what the model reads.
-        vocabulary: number of the model's tokens.
 
     Raises:
         Refused: with the name of the field.
@@ -109,16 +102,18 @@ def check_fields(body: dict[str, Any], known: Collection[str], reads: str, vocab
             del body[name]
         elif name not in known:
             raise Refused(400, f"{name:.200} is not a field of this request", name[:200])
-        elif name not in HONOURED | OWN:
+        elif name not in HONOURED | OWN or (name == "tool_choice" and value != "none"):
             raise Refused(400, f"{name}={shown(value)} cannot be honoured by this server; leave it out", name)
-    for name, kind, title in KINDS:
-        if name in body and not isinstance(body[name], kind):
-            raise not_allowed(name, body[name], title)
-    if not body.get(reads):  # an empty text has no token
-        raise not_allowed(reads, body.get(reads), "a text or messages, at least one")
-    check_messages(body.get("messages", []))
-    check_tools(body.get("tools", []), body.get("tool_choice"))
-    _check_bias(body.get("logit_bias", {}), vocabulary)
+    kind, allowed_text = READS[reads]
+    if not isinstance(body.get(reads), kind) or not body[reads]:  # an empty text has no token
+        raise not_allowed(reads, body.get(reads), allowed_text)
+    if reads == "messages":
+        _check_messages(body["messages"])
+    if len(body.get("tools", ())) > TOOLS:
+        raise Refused(400, f"tools: {len(body['tools'])} are too many; at most {TOOLS} are served", "tools")
+    bias = body.get("logit_bias", {})
+    if len(bias) > BIASED or any(value not in _BIAS for value in bias.values()):
+        raise not_allowed("logit_bias", bias, f"an object of at most {BIASED} tokens, each with {_BIAS}")
     for name, allowed in FIELDS.items():
         if name in body and body[name] not in allowed:
             raise not_allowed(name, body[name], str(allowed))
@@ -141,43 +136,22 @@ def check_json(value: Any, name: str | None = None) -> None:
         ) from error
 
 
-def check_messages(messages: list[Any]) -> None:
+def _check_messages(messages: list[Any]) -> None:
     """Raise for content that is not text, which transformers would drop silently."""
     if len(messages) > MESSAGES:
         raise Refused(400, f"messages: {len(messages)} are too many; at most {MESSAGES} are served", "messages")
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(
-                400, f"messages: {shown(message)} is not allowed; it must be an object with a role", "messages"
-            )
         content = message.get("content")
         for part in content if isinstance(content, list) else []:
-            if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else part
+            if (kind := part.get("type")) != "text":
                 raise Refused(400, f"messages: content of type {shown(kind)} is not served; only text is", "messages")
-            if not isinstance(part.get("text"), str):
-                raise Refused(400, f"messages: {shown(part)} is not allowed; its text must be a text", "messages")
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise Refused(
-                400, f"messages: tool_calls={shown(calls)} is not allowed; it must be a list of objects", "messages"
-            )
-        if not isinstance(content, (str, list, type(None))):
-            raise Refused(400, f"messages: content={shown(content)} is not allowed; it must be a text", "messages")
+    chat_messages("messages", messages)
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages that were checked, for the chat template. All fields that are not null stay. Content is a text or parts, and
-    arguments of tool calls, which are JSON in OpenAI's API, are objects, as templates read them.
-
-    Raises:
-        Refused: the arguments of a tool call cannot be read.
-    """
-    try:
-        read = [_template_message(message) for message in messages]
-    except Exception as error:
-        message = f"messages: tool_calls cannot be read: {type(error).__name__}: {error}"
-        raise Refused(400, message, "messages") from error
+    arguments of tool calls, which are JSON in OpenAI's API, are objects, as templates read them."""
+    read = [_template_message(message) for message in messages]
     check_json(read, "messages")  # escapes in arguments are read here
     return read
 
@@ -197,28 +171,6 @@ def _template_function(function: dict[str, Any]) -> dict[str, Any]:
     return {**function, "arguments": {} if arguments is None else arguments}
 
 
-def check_tools(tools: list[Any], choice: Any) -> None:
-    """Raise unless `tools` are objects, and the model may decide whether it calls them, or calls none."""
-    if len(tools) > TOOLS or not all(isinstance(tool, dict) for tool in tools):
-        raise not_allowed("tools", tools, f"a list of objects, at most {TOOLS}")
-    if choice not in (None, "none"):
-        raise Refused(
-            400, f"tool_choice={shown(choice)} cannot be honoured by this server; leave it out", "tool_choice"
-        )
-
-
-def _check_bias(bias: Any, vocabulary: int) -> None:
-    """Raise unless `bias` is an object of tokens and numbers."""
-    if (
-        not isinstance(bias, dict)
-        or len(bias) > BIASED
-        or any(not re.fullmatch(r"[0-9]{1,18}", token) or int(token) >= vocabulary for token in bias)
-        or any(value not in _BIAS for value in bias.values())
-    ):
-        allowed = f"an object of at most {BIASED} numbers of tokens, below {vocabulary}, and for each {_BIAS}"
-        raise not_allowed("logit_bias", bias, allowed)
-
-
 def read_settings(json_text: str, vocabulary: int) -> dict[str, Any]:
     """The settings of `generation_config`, without those that change no answer.
 
@@ -227,20 +179,12 @@ def read_settings(json_text: str, vocabulary: int) -> dict[str, Any]:
         vocabulary: number of tokens.
 
     Raises:
-        Refused: it is no JSON, or a setting is not served or out of range.
+        Refused: a setting is not served or out of range. ValueError: it is no JSON.
     """
     if len(json_text) > SETTINGS_CHARACTERS:
-        raise Refused(
-            400,
-            f"generation_config has {len(json_text)} characters; at most {SETTINGS_CHARACTERS}",
-            "generation_config",
-        )
-    try:
-        settings = json.loads(json_text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"generation_config: {type(error).__name__}: {error}", "generation_config") from error
-    if not isinstance(settings, dict):
-        raise not_allowed("generation_config", json_text, "an object in JSON")
+        message = f"generation_config has {len(json_text)} characters; at most {SETTINGS_CHARACTERS}"
+        raise Refused(400, message, "generation_config")
+    settings = json.loads(json_text)
     check_json(settings, "generation_config")  # its escapes are read here
     token = number(0, vocabulary - 1, whole=True)
     served = ALLOWED | {
