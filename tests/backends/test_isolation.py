@@ -10,7 +10,6 @@ from emulated import emulated, needs_emulator
 from interpreted import PARTS, run_part
 from isolation import POISONS, cases, check, check_latents, in_every_run
 from kernel_cases import Case
-from marked import slow_case
 from sequence_operations import LATENTS
 
 from hf_lowbit_kv.backends import cpu
@@ -23,13 +22,13 @@ from hf_lowbit_kv.triton_kernels.cuda import format_structs
 CASES = cases()
 
 
-def _some_slow(cases: list) -> list:
-    return [case if in_every_run(case) else slow_case(case) for case in cases]
+def _parameters(cases: list) -> list:
+    return [case if in_every_run(case) else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.skipif(kernels.INTERPRETED, reason="runs in a process of its own")
 @pytest.mark.parametrize("module", [reference, cpu], ids=["torch", "cpu"])
-@pytest.mark.parametrize("case", _some_slow(CASES), ids=str)
+@pytest.mark.parametrize("case", _parameters(CASES), ids=str)
 def test_on_a_cpu(module, case):
     for values in (POISONS, *((value,) for value in POISONS)):
         check(module, case, "cpu", kernels.SEED, values)
@@ -41,10 +40,11 @@ def test_on_a_cpu(module, case):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.timeout(1800)
 def test_interpreted(part):
-    run_part([__file__], part)
+    run_part([__file__], part, slow=True)
 
 
 @kernels.needs_interpreter
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_small_isolation(case):
@@ -68,7 +68,9 @@ CUDA = [case for case in CASES if _has_cuda_kernels(case)]
 @pytest.mark.parametrize(
     "case",
     [
-        case if (case.keys, case.values, case.transform) == ("int4-channel", "int4-token", None) else slow_case(case)
+        case
+        if (case.keys, case.values, case.transform) == ("int4-channel", "int4-token", None)
+        else pytest.param(case, marks=pytest.mark.slow)
         for case in CUDA
         if case.tokens == 1
     ],
@@ -80,13 +82,13 @@ def test_emulated(case, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", _some_slow(CASES), ids=str)
+@pytest.mark.parametrize("case", _parameters(CASES), ids=str)
 def test_triton(case):
     check(kernels.launch, case, "cuda", kernels.SEED)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", _some_slow(CUDA), ids=str)
+@pytest.mark.parametrize("case", _parameters(CUDA), ids=str)
 def test_cuda(case, monkeypatch):
     from hf_lowbit_kv.triton_kernels.cuda import cuda_entry_points as launch
 

@@ -55,7 +55,7 @@ def frequent_in(prompt: str) -> set[str]:
 SOLVERS = {"niah": needles_in, "vt": variables_in, "cwe": common_in, "fwe": frequent_in}
 
 
-@pytest.mark.parametrize("context", [900, 4200])
+@pytest.mark.parametrize("context", [900, pytest.param(4200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", [task for task in TASKS if not task.startswith("qa")])
 def test_answers_are_in_the_prompt(task, context):
     drawn = samples(task, context, 4, words)

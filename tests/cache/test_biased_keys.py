@@ -28,7 +28,15 @@ BOUNDS = {
 }
 LISTED = [name for name in lb.preset_names() if lb.get_preset(name).attention_kind != "latent"]
 CALIBRATED = [name for name in LISTED if lb.get_preset(name).spec().parameters(64, 64, 1)]
-BOUNDED = [name for name in LISTED if name not in CALIBRATED]
+#: one for each way to store keys: the bounds are of keys
+BOUNDED = list(
+    {
+        (preset.key_format, preset.transform): name
+        for name in LISTED
+        if name not in CALIBRATED
+        for preset in [lb.get_preset(name)]
+    }.values()
+)
 HEAD_DIM, HEADS, VOCAB = 128, 2, 160
 #: norm of a KV head's biases, and in how many of the slowest RoPE pairs they are, in both halves of a pair
 NORM, PAIRS = 900.0, 6
@@ -167,7 +175,7 @@ def uneven_model(factor: float):
     return model
 
 
-@pytest.mark.parametrize(("factor", "spoiled"), [(1.0, False), (1.5, False), (8.0, True), (30.0, True)])
+@pytest.mark.parametrize(("factor", "spoiled"), [(1.5, False), (8.0, True)])
 @pytest.mark.parametrize("rotated", ["kivi-2-hadamard-sink", "kitty-hadamard"])
 def test_a_rotation_spoils_uneven_keys(factor, spoiled, rotated):
     """The error of q.k after a rotation, beside the same formats without one."""

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import torch
-from cases import FORMATS, SMALL_PAGES, cache_of, continued, left_padded, read, some_slow, tiny_models
-from marked import newest_case, slow_case
+from cases import FORMAT_CASES, SMALL_PAGES, cache_of, continued, left_padded, read, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -24,8 +23,16 @@ def _history(cache, layer=0):
     return [keys[row, :, :length] for row, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize(("residual", "max_cache_len"), [(0, None), (32, 200), slow_case(32, None), slow_case(0, 200)])
-@pytest.mark.parametrize("formats", some_slow(on_the_oldest=FORMATS[0]), ids="/".join)
+@pytest.mark.parametrize(
+    ("residual", "max_cache_len"),
+    [
+        (0, None),
+        (32, 200),
+        pytest.param(32, None, marks=pytest.mark.slow),
+        pytest.param(0, 200, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_len):
     """Cropped and fed again, a cache is what it would be without the detour."""
     ids, _ = left_padded(2, 120)
@@ -58,7 +65,7 @@ def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monk
     cache.crop(0)
 
 
-@pytest.mark.parametrize("formats", [FORMATS[0], *map(newest_case, FORMATS[1:])], ids="/".join)
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 @pytest.mark.parametrize("residual", [32, 0])
 def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):
     ids, mask = left_padded(2, 130)
@@ -235,7 +242,7 @@ def test_crop_everything_and_start_again(model):
     assert torch.allclose(read(model, cache, ids[:, :50]), read(model, fresh, ids[:, :50]), atol=1e-5)
 
 
-@pytest.mark.parametrize("formats", some_slow(on_the_oldest=FORMATS[0]), ids="/".join)
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_a_repeated_prompt_continues_as_separate_rows(model, formats):
     ids, mask = left_padded(2, 100)
     step, _ = left_padded(6, 60, seed=5)

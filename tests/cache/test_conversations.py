@@ -17,7 +17,6 @@ import peft
 import pytest
 import torch
 from cases import tiny_models
-from marked import newest_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
@@ -311,7 +310,11 @@ BETWEEN = ("crop", "fork", "reopen", "reorder", "switch_adapter")
 @pytest.mark.host
 @pytest.mark.timeout(0 if "CONVERSATIONS" in os.environ else 600)
 @pytest.mark.parametrize(
-    "family", [family if family in ("llama", "gemma2", "qwen3_next") else newest_case(family) for family in FAMILIES]
+    "family",
+    [
+        family if family in ("llama", "gemma2", "qwen3_next") else pytest.param(family, marks=pytest.mark.newest)
+        for family in FAMILIES
+    ],
 )
 def test_any_conversation(family, tmp_path, one_thread):
     tokens = ties = refusals = 0

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 from cases import (
-    FORMATS,
-    OTHER_WIDTHS,
+    FORMAT_CASES,
     SMALL_PAGES,
     cache_of,
     continued,
@@ -20,7 +19,6 @@ from cases import (
     tiny_models,
 )
 from generation_cases import GREEDY
-from marked import newest_case, slow_case
 from mla_cases import tiny_models as mla_models
 from transformers import DynamicCache
 
@@ -37,22 +35,16 @@ def _memory(caches) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _every_way() -> list:
-    """Dense pages in every way; others in two, on the newest transformers. Those that differ by a width are slow."""
-    ways = [(0, None), (32, 400), (32, None), (0, 400)]
-    return [
-        *((FORMATS[0], *way) for way in ways),
-        *(newest_case(formats, *way) for formats in FORMATS[1:] if formats not in OTHER_WIDTHS for way in ways[:2]),
-        *(slow_case(formats, *way) for formats in FORMATS[1:] if formats not in OTHER_WIDTHS for way in ways[2:]),
-        *(slow_case(formats, *way) for formats in OTHER_WIDTHS for way in ways),
-    ]
-
-
 @pytest.mark.host
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 @pytest.mark.parametrize(
-    ("formats", "residual", "max_cache_len"),
-    _every_way(),
-    ids=lambda value: "/".join(value) if isinstance(value, tuple) else str(value),
+    ("residual", "max_cache_len"),
+    [
+        (0, None),
+        pytest.param(32, 400, marks=pytest.mark.newest),
+        pytest.param(32, None, marks=pytest.mark.slow),
+        pytest.param(0, 400, marks=pytest.mark.slow),
+    ],
 )
 def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cache_len):
     """Rows of different lengths; several pages are packed after the fork, differently in each."""
@@ -92,8 +84,14 @@ def test_layers_of_different_windows(model):
         torch.testing.assert_close(read(model, each, step), read(model, want, step), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "jamba", "lfm2"])
-@pytest.mark.parametrize("lengths", [(None, None), (400, None), (400, 200), (22, 400)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [
+        *((family, (400, 200)) for family in ("gemma2", "qwen3_next", "jamba", "lfm2")),
+        *(("gemma2", lengths) for lengths in ((None, None), (400, None), (22, 400))),
+    ],
+    ids=str,
+)
 def test_layers_of_transformers_are_forked_too(family, lengths):
     """A fork continues as transformers' own cache does; (22, 400) is shorter than the sliding window of 24."""
     ours, theirs = tiny_models(family)
@@ -346,7 +344,9 @@ def go_on_alike(model, folder, make):
     return cache
 
 
-@pytest.mark.parametrize("preset", [name if name in FAST else slow_case(name) for name in SEPARATE])
+@pytest.mark.parametrize(
+    "preset", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SEPARATE]
+)
 def test_presets(model, preset, tmp_path):
     spec = lb.get_preset(preset).spec()
     given = {"parameters": random_parameters(model, spec)} if spec.parameters(64, 64, 2) else {}

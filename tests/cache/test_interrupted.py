@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
-from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -83,7 +82,13 @@ ORDERS = {"gemma3_text": ["LFLF", "FL", "LFL"], "qwen3_next": ["LFLF", "LF", "FL
 
 
 @pytest.mark.parametrize(
-    ("max_cache_len", "tokens"), [(None, 1), newest_case(100, 7), slow_case(None, 7), slow_case(100, 1)]
+    ("max_cache_len", "tokens"),
+    [
+        (None, 1),
+        pytest.param(100, 7, marks=pytest.mark.newest),
+        pytest.param(None, 7, marks=pytest.mark.slow),
+        pytest.param(100, 1, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(("family", "order"), [(family, order) for family in ORDERS for order in ORDERS[family]])
 def test_a_pass_interrupted_between_two_layers(family, order, max_cache_len, tokens):

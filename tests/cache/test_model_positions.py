@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import SMALL_PAGES
 from chat_cases import tokenizer_of, words
-from marked import slow_case
 from tiny_architectures import IMAGE_TOKEN, tiny_vision_model
 
 import hf_lowbit_kv as lb
@@ -50,7 +49,9 @@ def error(out, want) -> float:
     return float((torch.cat(out.logits) - truth).abs().max() / truth.std())
 
 
-@pytest.fixture(scope="module", params=[name if name in FAST else slow_case(name) for name in NAMES])
+@pytest.fixture(
+    scope="module", params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def name(request):
     return request.param
 

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import transformers
-from marked import slow_case
 from models_page import (
     FAMILIES,
     PAGE,
@@ -191,7 +190,11 @@ def test_another_text_is_refused(name):
 @installed
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [slow_case(name) if name != "llava" else name for name in sorted(set(WITH_IMAGES) - WITHOUT_POSITIONS)]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name != "llava" else name
+        for name in sorted(set(WITH_IMAGES) - WITHOUT_POSITIONS)
+    ],
 )
 def test_another_text_without_an_image_is_refused(name):
     if name == "paligemma":

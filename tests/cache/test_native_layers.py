@@ -11,7 +11,7 @@ from hf_lowbit_kv.cache.native_layer_contents import contents_of, put_contents
 from hf_lowbit_kv.cache.native_layers import native_layers, replace_for_others, tensors_of
 
 pytestmark = pytest.mark.host
-FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2"]
+FAMILIES = ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen3_next", "lfm2"]
 
 
 def read(model, cache, tokens=60):

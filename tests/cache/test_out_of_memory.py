@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from cases import filled, left_padded, next_logits, tiny_models
-from marked import slow_case
 from sequence_operations import Setting
 from sequences import Machine
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,7 +164,9 @@ ROWS = {"more": [0, 0, 1, 1, 1], "as-many": [1, 0]}
 @pytest.mark.parametrize(
     ("rows", "kind", "residual"),
     [
-        (rows, kind, residual) if (rows == "as-many") == (residual == 0) else slow_case(rows, kind, residual)
+        (rows, kind, residual)
+        if (rows == "as-many") == (residual == 0)
+        else pytest.param(rows, kind, residual, marks=pytest.mark.slow)
         for rows in ROWS
         for kind, residual in KINDS
     ],

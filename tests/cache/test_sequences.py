@@ -6,8 +6,7 @@
 import os
 
 import pytest
-from marked import slow_case
-from sequence_operations import KINDS, OTHER_WIDTHS, Append, Crop, Hide, Reorder, Setting, for_each, sequences
+from sequence_operations import KINDS, SLOW_KINDS, Append, Crop, Hide, Reorder, Setting, for_each, sequences
 from sequences import run
 
 #: sequences of each kind; all together take some fifteen seconds of a CPU
@@ -29,7 +28,9 @@ def explore(kind: str, device: str = "cpu", count: int = COUNT) -> None:
 
 
 @no_limit_of_long_runs
-@pytest.mark.parametrize("kind", [slow_case(kind) if kind in OTHER_WIDTHS else kind for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind for kind in KINDS]
+)
 def test_any_sequence(kind, one_thread):
     explore(kind)
 
@@ -38,7 +39,12 @@ def test_any_sequence(kind, one_thread):
 @pytest.mark.gpu
 @no_limit_of_long_runs
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FAMILIES else slow_case(kind) for kind in KINDS if kind not in PRODUCTS]
+    "kind",
+    [
+        kind if kind in FAMILIES else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in KINDS
+        if kind not in PRODUCTS
+    ],
 )
 def test_any_sequence_on_a_gpu(kind):
     """On the default backend, `cuda` where it serves the setting, and on Triton."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import FAMILIES, SMALL_PAGES, filled, left_padded, next_logits, read, tiny_models
 from fake_graph import in_place_of_graphs
-from marked import newest_case, slow_case
 from transformers import AutoConfig, DynamicCache, StaticCache
 
 import hf_lowbit_kv as lb
@@ -74,7 +73,13 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("max_cache_len", "chunk"), [(None, None), (160, 32), slow_case(None, 32), slow_case(160, None)]
+    ("max_cache_len", "chunk"),
+    [
+        (None, None),
+        (160, 32),
+        pytest.param(None, 32, marks=pytest.mark.slow),
+        pytest.param(160, None, marks=pytest.mark.slow),
+    ],
 )
 def test_generate(name, max_cache_len, chunk):
     ours, _ = models(name)
@@ -93,7 +98,7 @@ WAYS = [("lb.generate", 1), ("recorded", 1), ("lb.enable", 1), ("lb.enable", 3),
     ("name", "way", "beams"),
     [
         *(("gemma4_text", *way) for way in WAYS),
-        *(newest_case(name, *WAYS[which]) for name in list(MODELS)[1:] for which in (1, 3)),
+        *(pytest.param(name, *WAYS[which], marks=pytest.mark.newest) for name in list(MODELS)[1:] for which in (1, 3)),
     ],
 )
 def test_ways_to_generate(name, way, beams, monkeypatch):
@@ -112,7 +117,7 @@ def test_ways_to_generate(name, way, beams, monkeypatch):
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 160])
-@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("padded", [False, True])
 def test_later_layers_read_only_what_is_kept_of_a_prompt(gemma, keep, padded, max_cache_len):
     """In a first prompt and in chunks after stored tokens: fewer queries than new keys, causal from the end."""
@@ -131,7 +136,7 @@ def test_later_layers_read_only_what_is_kept_of_a_prompt(gemma, keep, padded, ma
         assert float((out - want).abs().max() / want.std()) < 2e-3
 
 
-@pytest.mark.parametrize("keep", [0, 1, 3])
+@pytest.mark.parametrize("keep", [0, 3])
 @pytest.mark.parametrize("kind", ["none", "dynamic", "static"])
 def test_other_caches_under_our_attention(gemma, kind, keep):
     ours, theirs = gemma

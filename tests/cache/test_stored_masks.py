@@ -7,7 +7,6 @@ import pytest
 import torch
 from cases import SMALL_PAGES, left_padded, tiny_models
 from generation_cases import GREEDY
-from marked import newest_case
 from transformers import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -79,7 +78,7 @@ def test_a_turn_that_ended_early(models, way, max_cache_len, prefill_chunk_size)
 FAMILIES = ["gemma2", "gpt_oss", "deepseek_v3"]  # sliding layers, sink logits, MLA
 
 
-@pytest.mark.parametrize("max_cache_len", [None, newest_case(400)])
+@pytest.mark.parametrize("max_cache_len", [None, pytest.param(400, marks=pytest.mark.newest)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_agree(family, max_cache_len):
     """A fresh reading of the whole text with the last mask gives the same logits, in every later turn."""

@@ -4,7 +4,6 @@ the same, and less is kept for the backward pass."""
 import pytest
 import torch
 from cases import tiny_models
-from marked import slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -136,7 +135,7 @@ def test_less_is_kept():
 
 @pytest.mark.host
 @pytest.mark.newest
-@pytest.mark.parametrize("family", ["llama", slow_case("gemma2")])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_the_calibration_is_the_same(family):
     model = tiny_models(family)[0]
 

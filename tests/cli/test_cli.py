@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from cases import calibration_of, tiny_models
 from huggingface_hub import get_session
-from marked import slow_case
 from tiny_architectures import tiny_vision_model
 from tiny_tokenizers import letters
 from transformers import AutoTokenizer
@@ -303,7 +302,7 @@ def test_perplexity(run, model_folder, tmp_path):
     assert "context=280 is too short for kivi-2: nothing would be read packed" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", slow_case("llava")])
+@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.slow)])
 def test_a_model_that_is_no_causal_language_model_for_transformers(run, name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(PROMPT, encoding="utf-8")

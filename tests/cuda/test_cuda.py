@@ -27,7 +27,6 @@ from kernel_matrix import (
     stores,
     transformed,
 )
-from marked import slow_case
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, HEAVY_TOKEN, check_constant_rows, check_heavy_token
 
 import hf_lowbit_kv as lb
@@ -58,7 +57,10 @@ def _half(cases):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [case if in_every_run(case) else slow_case(case) for case in _half([*SMALL, *matrix(), *static_attends()])],
+    [
+        case if in_every_run(case) else pytest.param(case, marks=pytest.mark.slow)
+        for case in _half([*SMALL, *matrix(), *static_attends()])
+    ],
     ids=str,
 )
 def test_attend(case, launch):
@@ -86,7 +88,7 @@ def test_a_heavy_token_in_a_page_leaves_the_others_their_part(launch):
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        (case, chunks) if is_stored_in_every_run(case) else slow_case(case, chunks)
+        (case, chunks) if is_stored_in_every_run(case) else pytest.param(case, chunks, marks=pytest.mark.slow)
         for case, chunks in [*CODEBOOK_STORES, *_half([*SMALL_STORES, *stores(), *static_stores()])]
     ],
     ids=str,
@@ -145,9 +147,9 @@ def test_long_chunks_without_triton(case, launch, monkeypatch):
     ("head_dim", "score"),
     [
         *((80, ""), (256, ""), (128, "-variance"), (128, "-range"), (128, "-random7")),
-        *(slow_case(head_dim, "") for head_dim in (64, 96, 128)),
+        *(pytest.param(head_dim, "", marks=pytest.mark.slow) for head_dim in (64, 96, 128)),
         *(
-            slow_case(head_dim, score)
+            pytest.param(head_dim, score, marks=pytest.mark.slow)
             for head_dim in (64, 80, 96, 256)
             for score in ("-variance", "-range", "-random7")
         ),

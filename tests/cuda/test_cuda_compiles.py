@@ -17,7 +17,6 @@ from compiled import needs_nvrtc, report
 from emulated import Noted, emulated
 from kernel_cases import records_for
 from latent_cases import LatentCase
-from marked import slow_case
 
 from hf_lowbit_kv.backends.choice import BACKENDS, storage_spec
 from hf_lowbit_kv.presets import get_preset
@@ -142,7 +141,7 @@ def check(preset: str, gpu: Gpu, head_dim: int, tokens: int, monkeypatch, head_d
 
 def fast(names: list[str], some: list[str]) -> list:
     """Parameters; those that are not among `some` are slow."""
-    return [name if name in some else slow_case(name) for name in names]
+    return [name if name in some else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 #: codebooks, static codes and plain tokens are compiled only by g++
@@ -167,7 +166,7 @@ def test_step_of_several_tokens(preset, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", fast(FAMILIES, ["kivi-2"]))
-@pytest.mark.parametrize("gpu", [A100, slow_case(RTX5090)], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("gpu", [A100, pytest.param(RTX5090, marks=pytest.mark.slow)], ids=lambda gpu: gpu.arch)
 def test_other_gpus(gpu, preset, monkeypatch):
     check(preset, gpu, 128, 1, monkeypatch)
 
@@ -175,7 +174,7 @@ def test_other_gpus(gpu, preset, monkeypatch):
 #: the heads of Gemma 4's global layers and of MiMo-V2
 WIDE_HEADS = [("kivi-2", H200, (512, 512), 1)]
 WIDE_HEADS += [
-    slow_case(preset, gpu, widths, tokens)
+    pytest.param(preset, gpu, widths, tokens, marks=pytest.mark.slow)
     for preset in ("kivi-4", "int8", "int6", "fp8")
     for gpu in (H200, A100, RTX5090)
     for widths, tokens in (((512, 512), 1), ((512, 512), 2), ((192, 128), 2), ((192, 128), 4))

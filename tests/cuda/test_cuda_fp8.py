@@ -13,7 +13,6 @@ from emulated import emulated, needs_emulator
 from fp8_rows import SPECIAL, check_special_rows
 from isolation import check as check_isolation
 from kernel_cases import Case, check_steps, generator
-from marked import slow_case
 from scale_cases import HEAVY_TOKEN, check_heavy_token
 
 from hf_lowbit_kv.backends.choice import storage_spec
@@ -89,8 +88,8 @@ MORE_ATTENDS = [
     ("launch", "case"),
     [
         *(("convert", ATTENDS[0]), *(("move", case) for case in ATTENDS)),
-        *(slow_case("convert", case) for case in [*ATTENDS[1:], *MORE_ATTENDS]),
-        *(slow_case("move", case) for case in MORE_ATTENDS),
+        *(pytest.param("convert", case, marks=pytest.mark.slow) for case in [*ATTENDS[1:], *MORE_ATTENDS]),
+        *(pytest.param("move", case, marks=pytest.mark.slow) for case in MORE_ATTENDS),
     ],
     ids=str,
     indirect=["launch"],
@@ -104,14 +103,27 @@ def test_attend(case, launch):
     ("case", "chunks"),
     [
         (Case(**CENTERED, heads=1, head_dim=80, dtype=bf16, key_offset=300.0), [37, 0, 60, 0, 0]),
-        slow_case(Case(**CENTERED, heads=1, padded=True, head_dim=256, page_size=64, outliers=True), [130, 0, 40]),
-        slow_case(Case(**FP8, heads=1, padded=True, head_dim=96), [37, 0, 60, 0, 0]),
-        slow_case(Case(**FP8, heads=1, padded=True, residual=0, sink=3, outliers=True), [30, 0, 0, 40, 0]),
-        slow_case(
+        pytest.param(
+            Case(**CENTERED, heads=1, padded=True, head_dim=256, page_size=64, outliers=True),
+            [130, 0, 40],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Case(**FP8, heads=1, padded=True, head_dim=96), [37, 0, 60, 0, 0], marks=pytest.mark.slow),
+        pytest.param(
+            Case(**FP8, heads=1, padded=True, residual=0, sink=3, outliers=True),
+            [30, 0, 0, 40, 0],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             Case(keys="fp8", values="int2-token", heads=1, head_dim=80, residual=0, capacity=60, dtype=bf16),
             [30, 0, 40],
+            marks=pytest.mark.slow,
         ),
-        slow_case(Case(keys="int4-channel", values="fp8", heads=1, head_dim=256, page_size=64, dtype=bf16), [130, 0]),
+        pytest.param(
+            Case(keys="int4-channel", values="fp8", heads=1, head_dim=256, page_size=64, dtype=bf16),
+            [130, 0],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -126,10 +138,14 @@ def test_store(case, chunks, monkeypatch):
     [
         (Case(**FP8, lengths=(94, 37), heads=1), 6),
         (Case(**FP8, residual=0, lengths=(65, 2), groups=5, dtype=bf16, heads=1), 4),
-        slow_case(Case(**CENTERED, lengths=(94, 37), heads=1, key_offset=300.0), 6),
-        slow_case(Case(**FP8, residual=0, lengths=(65, 2), heads=1, padded=True), 4),
-        slow_case(Case(**FP8, **PAGES, lengths=(286, 700), heads=1, groups=16, dtype=bf16), 4),
-        slow_case(Case(**FP8, lengths=(91, 33), residual=5, transform="hadamard", heads=1), 34),
+        pytest.param(Case(**CENTERED, lengths=(94, 37), heads=1, key_offset=300.0), 6, marks=pytest.mark.slow),
+        pytest.param(Case(**FP8, residual=0, lengths=(65, 2), heads=1, padded=True), 4, marks=pytest.mark.slow),
+        pytest.param(
+            Case(**FP8, **PAGES, lengths=(286, 700), heads=1, groups=16, dtype=bf16), 4, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Case(**FP8, lengths=(91, 33), residual=5, transform="hadamard", heads=1), 34, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -153,7 +169,11 @@ def test_nan_and_inf_stay_in_their_row_and_head(residual, launch):
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", [*SPECIAL[1:3], *map(slow_case, [SPECIAL[0], *SPECIAL[3:]])], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*SPECIAL[1:3], *(pytest.param(case, marks=pytest.mark.slow) for case in (SPECIAL[0], *SPECIAL[3:]))],
+    ids=str,
+)
 def test_special_rows(case, monkeypatch):
     with emulated(monkeypatch) as cuda:
         check_special_rows(cuda.OPERATIONS.append, fragment(case), "cpu", generator(case, kernels.SEED))

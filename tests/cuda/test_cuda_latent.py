@@ -17,7 +17,6 @@ from latent_cases import (
     compare,
     exact,
 )
-from marked import slow_case
 
 from hf_lowbit_kv.backends.choice import BACKENDS, LayerSetup
 from hf_lowbit_kv.presets import get_preset
@@ -58,7 +57,10 @@ class Kernels:
         return self.OPERATIONS.attend(inputs, store or filled.store)
 
 
-@pytest.fixture(autouse=True, params=[slow_case(kind) if kind in SECOND else kind for kind in (*FP8, *DENSE)])
+@pytest.fixture(
+    autouse=True,
+    params=[pytest.param(kind, marks=pytest.mark.slow) if kind in SECOND else kind for kind in (*FP8, *DENSE)],
+)
 def kernels(request, monkeypatch):
     """In the emulator a row is shared by several blocks."""
     kind, properties = request.param, {"multi_processor_count": 3}
@@ -84,8 +86,10 @@ def kernels(request, monkeypatch):
     latent._module.cache_clear()
 
 
-fp8_only = pytest.mark.parametrize("kernels", ["convert", slow_case("move")], indirect=True)
-dense_only = pytest.mark.parametrize("kernels", ["three stages", slow_case("two stages")], indirect=True)
+fp8_only = pytest.mark.parametrize("kernels", ["convert", pytest.param("move", marks=pytest.mark.slow)], indirect=True)
+dense_only = pytest.mark.parametrize(
+    "kernels", ["three stages", pytest.param("two stages", marks=pytest.mark.slow)], indirect=True
+)
 
 CASES = [
     LatentCase(),
@@ -103,7 +107,9 @@ CASES = [
 def with_each(cases: list[LatentCase]) -> list:
     """With each kernel: the second ones are fast for the first case, other sizes slow for all."""
     return [
-        slow_case(kind, case) if case.rank == 192 or (kind in SECOND and case != CASES[0]) else (kind, case)
+        pytest.param(kind, case, marks=pytest.mark.slow)
+        if case.rank == 192 or (kind in SECOND and case != CASES[0])
+        else (kind, case)
         for kind in (*FP8, *DENSE)
         for case in cases
     ]
@@ -189,7 +195,7 @@ def test_steps(case, steps, kernels):
     ("case", "chunks"),
     [
         (LatentCase(lengths=(0, 0)), [1, 70, 5]),
-        slow_case(LatentCase(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70]),
+        pytest.param(LatentCase(lengths=(30, 3), padded=True, rank=192, rope=64), [20, 70], marks=pytest.mark.slow),
         (LatentCase(lengths=(64,), jump=1e4, spread=1000.0, rank=64, rope=16, page_size=128), [64, 70]),
     ],
     ids=str,
@@ -243,8 +249,11 @@ def test_many_query_rows_are_left_to_the_kernel_for_prompts(dtype, kernels, monk
         ("three stages", "kv_tile_ready"),  # and the stage of the next copies is free
         ("three stages", "maxima_ready"),
         ("three stages", "renewed_weights_ready"),
-        *(slow_case("move", barrier) for barrier in ("kv_tile_ready", "weights_ready")),
-        *(slow_case("two stages", barrier) for barrier in ("kv_tile_ready", "maxima_ready", "renewed_weights_ready")),
+        *(pytest.param("move", barrier, marks=pytest.mark.slow) for barrier in ("kv_tile_ready", "weights_ready")),
+        *(
+            pytest.param("two stages", barrier, marks=pytest.mark.slow)
+            for barrier in ("kv_tile_ready", "maxima_ready", "renewed_weights_ready")
+        ),
     ],
     indirect=["kernels"],
 )

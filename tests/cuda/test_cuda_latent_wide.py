@@ -7,7 +7,6 @@ import cuda_emulator
 import pytest
 import torch
 from latent_cases import Filled, LatentCase, check_attend, check_sizes_of_queries, check_steps, exact
-from marked import slow_case
 
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.step import StepInputs
@@ -44,9 +43,9 @@ CASES = [
     LatentCase(lengths=(130, 1), heads=16),
     LatentCase(lengths=(0, 63, 64, 65), heads=10, tokens=2, dtype=torch.float16, **SMALL),
     LatentCase(lengths=(300,), heads=13, tokens=3, padded=True, rank=256, rope=64),
-    slow_case(LatentCase(lengths=(700,), heads=64, page_size=128, rope=16)),
+    pytest.param(LatentCase(lengths=(700,), heads=64, page_size=128, rope=16), marks=pytest.mark.slow),
     LatentCase(lengths=(257,), heads=40, spread=1000.0, jump=1e4),
-    slow_case(LatentCase(lengths=(257,), heads=40, jump=1e-4, dtype=torch.float16)),
+    pytest.param(LatentCase(lengths=(257,), heads=40, jump=1e-4, dtype=torch.float16), marks=pytest.mark.slow),
     LatentCase(lengths=(150,), heads=32, zeros=True, dtype=torch.float16),
 ]
 
@@ -90,7 +89,7 @@ def test_attend_at_deepseek_sizes(heads, tokens, kernels):
     check_attend(kernels, LatentCase(lengths=(1000, 64), spread=1000.0, jump=1e4, **sizes), DEVICE, SEED, wide=True)
 
 
-@pytest.mark.parametrize("stages", [2, slow_case(3)])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fewer_stages(stages, kernels, monkeypatch):
     monkeypatch.setattr(latent, "WIDE_SHAPES", {16: (stages, 1)})
     check_attend(kernels, LatentCase(lengths=(900, 70), heads=16), DEVICE, SEED, wide=True)

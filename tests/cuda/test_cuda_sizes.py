@@ -32,7 +32,11 @@ def attend_defines(case: Case, shared: int) -> tuple[tuple[str, str], ...]:
     return geometry.attend_defines(case.spec, *case.dims, case.dtype, shape, False, sinks, False, appends=appends)
 
 
-@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(
+    "shared",
+    [SHARED["small"], pytest.param(SHARED["A100"], marks=pytest.mark.slow), SHARED["H100"]],
+    ids=SHARED,
+)
 @pytest.mark.parametrize(
     "case",
     [

@@ -7,7 +7,6 @@ import torch
 from cuda_cases import fragment
 from kernel_cases import Case, check_steps
 from kernel_matrix import EIGEN_2, EIGEN_3, GRAPHS
-from marked import slow_case
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +65,9 @@ def _in_every_run(case: Case) -> bool:
     return case.residual != 0 or case.keys in ("int4-channel", "int8-token", "boosted2-r0.125")
 
 
-@pytest.mark.parametrize("case", [case if _in_every_run(case) else slow_case(case) for case in CASES], ids=str)
+@pytest.mark.parametrize(
+    "case", [case if _in_every_run(case) else pytest.param(case, marks=pytest.mark.slow) for case in CASES], ids=str
+)
 def test_steps(case, launch):
     check_steps(launch, fragment(case), STEPS, kernels.SEED, "cuda")
 

@@ -11,7 +11,6 @@ from cuda_cases import fragment
 from emulated import emulated, needs_emulator
 from kernel_cases import Case, check_steps
 from kernel_matrix import EIGEN_2
-from marked import slow_case
 
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.triton_kernels.cuda import decode_kernel, geometry
@@ -59,10 +58,12 @@ def whole(count: int) -> geometry.Assignment:
         (Case(lengths=(0,) * 8), whole(2)),
         # the rows of a pool, followed by empty ones
         (Case(lengths=(310, 70, 1, *(0,) * 13)), whole(4)),
-        slow_case(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), whole(8)),
+        pytest.param(Case(lengths=(90,) * 8, keys="vq-d4b8", values="vq-d8b4"), whole(8), marks=pytest.mark.slow),
         (Case(lengths=(90,) * 8, groups=3, tokens=2, padded=True, softcap=20.0, sinks=True), whole(2)),
-        slow_case(Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), splits(1)),
-        slow_case(Case(**EIGEN_2, lengths=(90,) * 8), whole(2)),
+        pytest.param(
+            Case(lengths=(90,) * 8, heads=1, groups=16, dtype=torch.bfloat16), splits(1), marks=pytest.mark.slow
+        ),
+        pytest.param(Case(**EIGEN_2, lengths=(90,) * 8), whole(2), marks=pytest.mark.slow),
         # four warp groups have room with KV tiles of 32 tokens, not with 64
         (Case(lengths=(290,) * 4, head_dim=128, page_size=128, residual=128), splits(1)),
     ],

@@ -6,7 +6,7 @@ import kernel_checks as kernels
 import pytest
 import torch
 from cuda_cases import fragment
-from emulated import emulated, needs_emulator, some_fast
+from emulated import emulated, needs_emulator
 from kernel_cases import Case, assert_same_state, check_steps, filled, generator, random_step, relative_error
 from kernel_matrix import EIGEN_2
 
@@ -37,6 +37,8 @@ ATTENDS = [
     Case(keys="int2-channel", values="int2-token", **WIDE, **PAGES, lengths=(700, 1), heads=1, groups=2),
     Case(keys="int4-token-g64", values="int5-token", **WIDE, lengths=(300, 40), heads=1, groups=6, tokens=2, padded=True),
     Case(keys="int8-channel", values="int8-token", **KEYS, **PAGES, lengths=(300, 40), heads=1, groups=16),
+]  # fmt: skip
+SLOW_ATTENDS = [
     Case(keys="fp8-centered", values="fp8", **WIDE, **PAGES, lengths=(300, 1), heads=1, dtype=BF16, key_offset=300.0),
     Case(keys="int8-token-g32", values="int8-channel", **WIDE, lengths=(300, 1), heads=1, softcap=20.0, sinks=True),
     Case(keys="dense", values="dense", **WIDE, tokens=5, padded=True, sink=0, residual=0, heads=1),
@@ -57,7 +59,9 @@ ATTENDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some_fast(ATTENDS, {0, 1, 2}))
+@pytest.mark.parametrize(
+    "case", [*ATTENDS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_ATTENDS)], ids=str
+)
 def test_attend(case):
     kernels.check_attend(fragment(case))
 
@@ -66,26 +70,34 @@ def test_attend(case):
 ROTATED = {"transform": "hadamard", "value_transform": "hadamard"}
 TRANSFORMED = [
     Case(keys="int2-channel", values="int2-token-g64", **WIDE, **PAGES, lengths=(300, 1), heads=1, **ROTATED),
+]
+SLOW_TRANSFORMED = [
     Case(**WIDE, lengths=(90,), heads=1, **ROTATED | {"transform": "eigen"}),
     Case(head_dim=192, lengths=(90,), heads=1, tokens=10, **ROTATED | {"transform": "smooth+hadamard"}),
     Case(**KEYS, lengths=(90,), heads=1, **ROTATED | {"transform": "eigen"}),
 ]
 
 
-@pytest.mark.parametrize("case", some_fast(TRANSFORMED, {0}))
+@pytest.mark.parametrize(
+    "case", [*TRANSFORMED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_TRANSFORMED)], ids=str
+)
 def test_attend_transformed(case):
     kernels.check_attend_transformed(fragment(case))
 
 
 STEPS = [
     (Case(keys="int4-channel", values="int4-token", **WIDE, lengths=(94, 90), heads=1), 5),
+]
+SLOW_STEPS = [
     (Case(keys="int2-channel", values="int2-token", **WIDE, **PAGES, lengths=(286, 700), heads=1), 4),
     (Case(keys="int8-token", values="int8-token", **WIDE, lengths=(98, 0), residual=0, heads=1, padded=True), 6),
     (Case(keys="int2-channel", values="int2-token", **KEYS, **PAGES, lengths=(286, 700), heads=1), 4),
 ]
 
 
-@pytest.mark.parametrize(("case", "steps"), some_fast(STEPS, {0}))
+@pytest.mark.parametrize(
+    ("case", "steps"), [*STEPS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_STEPS)], ids=str
+)
 def test_step(case, steps, launch):
     check_steps(launch, fragment(case), steps, kernels.SEED, "cpu", twin=False)
 
@@ -106,8 +118,10 @@ def test_layers_that_share_attend_before_the_last_one_stores(launch):
 
 
 STORES = [
-    (Case(keys="int4-channel", values="int4-token", **WIDE, heads=1, padded=True), [70, 0, 0]),
     (Case(keys="fp8-centered", values="fp8", **WIDE, heads=1, lengths=(5,)), [70, 0]),
+]
+SLOW_STORES = [
+    (Case(keys="int4-channel", values="int4-token", **WIDE, heads=1, padded=True), [70, 0, 0]),
     (Case(keys="int6-token", values="int5-token-g64", **WIDE, residual=0, heads=1, outliers=True), [70, 0]),
     (Case(keys="static-44422000", values="static-3-tn", **WIDE, heads=1, lengths=(5,)), [70]),
     (Case(keys="vq-d4b8", values="vq-d2b3", **WIDE, lengths=(5,), heads=1), [70]),
@@ -115,7 +129,9 @@ STORES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "chunks"), some_fast(STORES, {1}))
+@pytest.mark.parametrize(
+    ("case", "chunks"), [*STORES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_STORES)], ids=str
+)
 def test_store(case, chunks):
     assert kernels.check_store(fragment(case), chunks), "the chunks are too short for a page"
 

@@ -15,8 +15,7 @@ from hf_lowbit_kv import cli
 from hf_lowbit_kv.eval.data_parallel import ONE_PROCESS, Processes, process_count
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-@pytest.mark.parametrize("items", [0, 1, 5, 14])
+@pytest.mark.parametrize(("items", "count"), [(0, 2), (1, 3), (5, 1), (14, 2), (14, 4)])
 def test_each_item_is_worked_on_once(count, items):
     parts = [Processes(rank, count).part(range(items)) for rank in range(count)]
     assert sorted(item for part in parts for item in part) == list(range(items))

@@ -12,7 +12,6 @@ import sys
 import pytest
 from command_line import call
 from machines import commands, run_at_once
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.formats import Affine
@@ -171,7 +170,7 @@ def test_a_task_that_is_not_known(run, model_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        slow_case(["--tasks", "hellaswag_10", "--preset", "kivi-2"], NOT_KNOWN),
+        pytest.param(["--tasks", "hellaswag_10", "--preset", "kivi-2"], NOT_KNOWN, marks=pytest.mark.slow),
         (["--tasks", "needle", "--preset", "kivi-2", "--no-such", "1"], "'--no-such' is an option neither"),
         (["--tasks", "needle", "--preset", "kivi-2", "--use_cache", "x"], "--use_cache is not offered here"),
     ],

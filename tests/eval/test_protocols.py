@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import tiny_models
 from command_line import call
-from marked import slow_case
 from transformers import AutoTokenizer, DynamicCache
 
 from hf_lowbit_kv.cache.cache_argument import as_argument
@@ -44,7 +43,7 @@ def run(capsys, monkeypatch, tmp_path):
     return functools.partial(call, capsys, "eval", "protocol")
 
 
-@pytest.mark.parametrize("context", [400, slow_case(protocols.CONTEXT)])
+@pytest.mark.parametrize("context", [400, pytest.param(protocols.CONTEXT, marks=pytest.mark.slow)])
 def test_wikitext(run, folder, tmp_path, monkeypatch, context):
     """Perplexity of full precision in closed form; a 16-bit cache has it too; packing newer tokens costs more."""
     assert (protocols.CONTEXT, protocols.CHUNK, protocols.SINK, protocols.RESIDUALS) == (2048, 16, 16, (0, 128))

@@ -7,7 +7,7 @@ import torch
 from cases import tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.formats import HEAD_DIMS, Boosted, parse_format
+from hf_lowbit_kv.formats import Boosted, parse_format
 from hf_lowbit_kv.formats.boosted import SCORES, fold_sum
 
 PAGE = 128
@@ -29,8 +29,8 @@ def _map(fmt, x):
     return fmt.split(fmt.encode(x), x.shape[-1], x.shape[-2], x.dtype)["map"].long()
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("ratio", [0.125, 0.25, 0.5])
+@pytest.mark.parametrize("head_dim", [80, 256])
+@pytest.mark.parametrize("ratio", [0.125, 0.5])
 def test_error_of_each_channel(ratio, head_dim):
     """At most range / 30 where boosted and range / 6 elsewhere; each channel equals a plain computation of it."""
     fmt, x = Boosted(ratio), _pages(head_dim)
@@ -46,7 +46,7 @@ def test_error_of_each_channel(ratio, head_dim):
 
 
 @pytest.mark.parametrize("page", [32, 128])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [80, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_ratios_0_and_1_are_the_integer_formats(dtype, head_dim, page):
     x = _pages(head_dim, dtype)[..., :page, :]

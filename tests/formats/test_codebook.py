@@ -16,7 +16,7 @@ def _random(fmt: Codebook, head_dim: int, heads: int = 3, books: int = 3, seed: 
     return x, torch.randn(books, fmt.size, fmt.dim, generator=gen).half()
 
 
-@pytest.mark.parametrize("count", [16, 32, 40])
+@pytest.mark.parametrize("count", [16, 40])
 @pytest.mark.parametrize("bits", BITS)
 def test_every_width_unpacks_to_what_was_packed(bits, count):
     codes = torch.randint(0, 2**bits, (5, count * 4), generator=torch.Generator().manual_seed(bits))
@@ -31,8 +31,8 @@ def test_every_width_unpacks_to_what_was_packed(bits, count):
     ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("bits", [3, 4, 7, 8, 12])
 @pytest.mark.parametrize("dim", DIMS)
 def test_pages_are_tight_and_every_layout_holds_the_same(dim, bits, head_dim):
     fmt = Codebook(dim, bits)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Dense, parse_format
+from hf_lowbit_kv.formats import Affine, Dense, parse_format
 
 PAGE = 128
-AXES_AND_GROUPS = [(axis, group) for axis in ("channel", "token") for group in (None, 32, 64, 128)]
+AXES_AND_GROUPS = [(axis, group) for axis in ("channel", "token") for group in (None, 32)]
 
 
 def _roundtrip(fmt, x):
@@ -30,7 +30,7 @@ def _extent(fmt, x):
     return out
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [80, 128])  # one that groups do not divide
 @pytest.mark.parametrize(("axis", "group"), AXES_AND_GROUPS)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_error_is_at_most_half_a_step(bits, axis, group, head_dim):

@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.formats import HEAD_DIMS, Affine, Boosted, Fp8, fragment, parse_format
+from hf_lowbit_kv.formats import Affine, Boosted, Fp8, fragment, parse_format
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
+
+#: 32 channels are a block; 80 channels are two and a half
+HEAD_DIMS = [80, 128]
 
 
 @pytest.mark.parametrize("layout", fragment.LAYOUTS)
@@ -32,7 +35,7 @@ def test_layout_changes_no_number(bits, head_dim, layout):
 
 @pytest.mark.parametrize("page_size", [32, 128])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("ratio", [0, 0.125, 0.25, 0.3, 1])
+@pytest.mark.parametrize("ratio", [0, 0.3, 1])
 def test_layout_changes_no_boosted_number(ratio, head_dim, page_size):
     plain = Boosted(ratio, "variance")
     fmt = plain.with_layout("fragment-1")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import choice
@@ -82,7 +81,9 @@ def fits(preset: str, layout: str, head_dim: int) -> bool:
 SLOW = ("vecinfer-3", "vecinfer-1.5")
 
 
-@pytest.mark.parametrize("name", [slow_case(name) if name in SLOW else name for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
+)
 def test_packed_bytes_are_what_they_were(name):
     for preset, layout, head_dim, dtype in cases():
         if preset == name:

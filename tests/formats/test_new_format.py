@@ -7,7 +7,6 @@ import codebook
 import pytest
 import torch
 from cases import left_padded, tiny_models
-from marked import slow_case
 from ranks import run_ranks
 from sign_format import Sign, registries  # noqa: F401  (a fixture)
 
@@ -81,7 +80,10 @@ GREEDY = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
             ({"max_cache_len": 200}, "cpu"),
             ({"num_beams": 3}, "cpu"),
         ),
-        *(slow_case(options, "torch") for options in ({"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3})),
+        *(
+            pytest.param(options, "torch", marks=pytest.mark.slow)
+            for options in ({"residual": 0}, {"max_cache_len": 200}, {"num_beams": 3})
+        ),
     ],
     ids=str,
 )
@@ -251,7 +253,7 @@ def check_triton(options, monkeypatch, device: str) -> tuple:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in processes that `test_interpreted` starts")
-@pytest.mark.parametrize("options", [slow_case({}), {"max_cache_len": 128}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), {"max_cache_len": 128}], ids=str)
 def test_small_codebook(method, options, monkeypatch):
     """Every byte and the tokens of the reference."""
     texts, states = check_triton(options, monkeypatch, "cpu")

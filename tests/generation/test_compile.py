@@ -7,7 +7,6 @@ import torch._dynamo.utils
 import torch._functorch.config
 import torch._inductor.config
 from cases import continued, left_padded, tiny_models
-from marked import newest_case, slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -33,9 +32,16 @@ def _decode(model, step, cache, ids, mask, steps):
 @pytest.mark.parametrize(
     ("preset", "residual"),
     [
-        *(("kivi-2-sink", 32), newest_case("dense", 0), newest_case("kitty-hadamard", 32)),
-        *(slow_case(preset, 32) for preset in ("dense", "bitdecoding-kt-4", "kv8", "k4v2")),
-        *(slow_case(preset, 0) for preset in ("kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2", "kitty-hadamard")),
+        *(
+            ("kivi-2-sink", 32),
+            pytest.param("dense", 0, marks=pytest.mark.newest),
+            pytest.param("kitty-hadamard", 32, marks=pytest.mark.newest),
+        ),
+        *(pytest.param(preset, 32, marks=pytest.mark.slow) for preset in ("dense", "bitdecoding-kt-4", "kv8", "k4v2")),
+        *(
+            pytest.param(preset, 0, marks=pytest.mark.slow)
+            for preset in ("kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2", "kitty-hadamard")
+        ),
     ],
 )
 def test_one_graph_equal_to_eager(preset, residual):
@@ -112,7 +118,14 @@ def test_inductor_updates_the_pages_in_place(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # inductor's own
 @pytest.mark.parametrize(
     "preset",
-    ["kivi-2-sink", "kv8", *map(slow_case, ("dense", "bitdecoding-kt-4", "k4v2", "kitty-hadamard"))],
+    [
+        "kivi-2-sink",
+        "kv8",
+        *(
+            pytest.param(preset, marks=pytest.mark.slow)
+            for preset in ("dense", "bitdecoding-kt-4", "k4v2", "kitty-hadamard")
+        ),
+    ],
 )
 def test_generate_compiles_by_itself_on_a_gpu(preset):
     """`generate` with a preallocated cache compiles (inductor, CUDA graphs) and gives the eager tokens."""

@@ -5,7 +5,6 @@ import pytest
 import torch
 from cases import left_padded, tiny_models
 from generation_cases import FUSED, Forced, graph_launches, ours
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.triton_kernels import common
@@ -38,7 +37,11 @@ def forced_logits(model, ids, mask, sequences, **options):
     [
         *((family, torch.bfloat16) for family in FUSED),
         *(("llama", torch.float16), ("gemma2", torch.float16)),
-        *(slow_case(family, torch.float16) for family in FUSED if family not in ("llama", "gemma2")),
+        *(
+            pytest.param(family, torch.float16, marks=pytest.mark.slow)
+            for family in FUSED
+            if family not in ("llama", "gemma2")
+        ),
     ],
     ids=str,
 )

@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, OTHER_WIDTHS, SMALL_PAGES, cache_of, left_padded, some_slow, tiny_models
-from marked import newest_case, slow_case
+from cases import FAMILIES, FORMAT_CASES, SMALL_PAGES, cache_of, left_padded, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -49,7 +48,9 @@ def _every_mode() -> list:
         several = batch == 4 or mode == "prompt_lookup"
         own = list(MODES)[number % len(MODES)]
         few = family == "llama" or (several and size is None and mode in ("greedy", own))
-        cases.append((family, mode, batch, size) if few else slow_case(family, mode, batch, size))
+        cases.append(
+            (family, mode, batch, size) if few else pytest.param(family, mode, batch, size, marks=pytest.mark.slow)
+        )
     return cases
 
 
@@ -78,17 +79,28 @@ OTHERS = [family for family in FAMILIES if family != "llama"]
 INT4 = ("int4-channel", "int4-token")
 
 
-def _on_both(family: str, *values):
-    """A case that runs on the oldest version too if its family is one of `EACH_KIND`."""
-    return (family, *values) if family in EACH_KIND else newest_case(family, *values)
+#: other models with the kind of layers that llama has
+LIKE_LLAMA = ("qwen3", "qwen3_moe", "mistral", "mixtral", "phi3")
+
+
+def _marked(family: str, *values):
+    """A case that runs on the oldest version too if its family is one of `EACH_KIND`, and in `make test-all` if it has llama's
+    layers."""
+    if family in LIKE_LLAMA:
+        return pytest.param(family, *values, marks=pytest.mark.slow)
+    return (family, *values) if family in EACH_KIND else pytest.param(family, *values, marks=pytest.mark.newest)
 
 
 @pytest.mark.parametrize(
     ("models", "batch", "max_cache_len"),
     [
         *(("llama", 1, None), ("llama", 1, 300), ("llama", 4, 300)),
-        *(_on_both(family, 4, None) for family in FAMILIES),
-        *(slow_case(family, *way) for family in OTHERS for way in ((1, None), (1, 300), (4, 300))),
+        *(_marked(family, 4, None) for family in FAMILIES),
+        *(
+            pytest.param(family, *way, marks=pytest.mark.slow)
+            for family in OTHERS
+            for way in ((1, None), (1, 300), (4, 300))
+        ),
     ],
     indirect=["models"],
     scope="module",
@@ -129,18 +141,11 @@ def llama():
     return tiny_models("llama")
 
 
-WINDOWS = [{"residual": 0}, {"sink": 8}, {"max_cache_len": 200}]
-
-
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 @pytest.mark.parametrize(
-    ("options", "formats"),
-    [
-        *((options, INT4) for options in ({}, *WINDOWS)),
-        *(newest_case({}, formats) for formats in FORMATS if formats not in (INT4, *OTHER_WIDTHS)),
-        *(slow_case({}, formats) for formats in OTHER_WIDTHS),
-        *(slow_case(options, formats) for options in WINDOWS for formats in FORMATS if formats != INT4),
-    ],
-    ids=lambda value: "/".join(value) if isinstance(value, tuple) else str(value),
+    "options",
+    [{}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"residual": 0}, {"sink": 8}, {"max_cache_len": 200}))],
+    ids=str,
 )
 def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
     ours, _ = llama
@@ -155,8 +160,8 @@ def test_left_padded_rows_are_the_rows_alone(llama, formats, options):
 
 
 @pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation")
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("formats", some_slow(on_the_oldest=("int2-channel", "int2-token")), ids="/".join)
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_other_attention_implementations_get_dense_tensors(llama, formats, implementation):
     ours, theirs = (copy.deepcopy(model) for model in llama)
     ids, mask = left_padded(2, 100)
@@ -182,8 +187,8 @@ def test_attention_implementation_can_be_set_later(llama):
     ("models", "max_cache_len"),
     [
         ("llama", 200),
-        *(_on_both(family, None) for family in FAMILIES),
-        *(slow_case(family, 200) for family in OTHERS),
+        *(_marked(family, None) for family in FAMILIES),
+        *(pytest.param(family, 200, marks=pytest.mark.slow) for family in OTHERS),
     ],
     indirect=["models"],
     scope="module",

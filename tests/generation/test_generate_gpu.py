@@ -8,9 +8,8 @@ import itertools
 
 import pytest
 import torch
-from cases import FAMILIES, FORMATS, OTHER_WIDTHS, cache_of, left_padded, tiny_models
+from cases import FAMILIES, FORMATS, cache_of, left_padded, tiny_models
 from generation_cases import TOLERANCE, Forced
-from marked import slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -141,22 +140,24 @@ def test_gpu_second_turn(models, batch, max_cache_len, backend):
 
 
 WINDOWS = [{}, {"residual": 0}, {"sink": 8, "max_cache_len": 400}]
-
-
-def _some_slow() -> list:
-    """Each kind of formats in one window. Triton's compiler takes two minutes for static codes; see `test_isolation.py`."""
-    cases = []
-    for backend, window, number in itertools.product(("triton", "cuda"), range(len(WINDOWS)), range(len(FORMATS))):
-        case = (backend, WINDOWS[window], formats := FORMATS[number])
-        compiles_long = backend == "triton" and formats[0].startswith("static")
-        in_every_run = number % 3 == window and formats not in OTHER_WIDTHS and not compiles_long
-        cases.append(case if in_every_run else slow_case(*case))
-    return cases
+#: each kind of formats in one window
+IN_EVERY_RUN = [
+    *((WINDOWS[0], formats) for formats in (("dense", "dense"), ("fp8", "fp8"))),
+    *((WINDOWS[1], formats) for formats in (("int2-channel", "int2-token"), ("int8-token", "int8-token"))),
+    *((WINDOWS[1], formats) for formats in (("boosted2-r0.125", "int2-token"), ("vq-d4b6", "vq-d8b5"))),
+    *((WINDOWS[1], ("fp8-centered", "fp8")), (WINDOWS[2], ("int4-channel", "int4-token"))),
+]
+STATIC = (WINDOWS[2], ("static-54222100", "static-3-tn"))  # Triton's compiler takes two minutes for them
+OTHERS = [case for case in itertools.product(WINDOWS, FORMATS) if case not in (*IN_EVERY_RUN, STATIC)]
 
 
 @pytest.mark.parametrize(
     ("backend", "options", "formats"),
-    _some_slow(),
+    [
+        *((backend, *case) for backend in ("triton", "cuda") for case in IN_EVERY_RUN),
+        *(("cuda", *STATIC), pytest.param("triton", *STATIC, marks=pytest.mark.slow)),
+        *(pytest.param(backend, *case, marks=pytest.mark.slow) for backend in ("triton", "cuda") for case in OTHERS),
+    ],
     ids=lambda x: "/".join(x) if isinstance(x, tuple) else str(x),
     indirect=["backend"],
 )
@@ -187,8 +188,8 @@ def test_gpu_left_padded_rows_are_the_rows_alone(llama, formats, options, backen
     ("backend", "preset"),
     [
         *(("triton", "kivi-2-sink"), ("cuda", "kivi-2-sink"), ("cuda", "kitty-hadamard")),
-        *(slow_case("triton", preset) for preset in ("dense", "kv8", "kitty-hadamard")),
-        *(slow_case("cuda", preset) for preset in ("dense", "kv8")),
+        *(pytest.param("triton", preset, marks=pytest.mark.slow) for preset in ("dense", "kv8", "kitty-hadamard")),
+        *(pytest.param("cuda", preset, marks=pytest.mark.slow) for preset in ("dense", "kv8")),
     ],
     indirect=["backend"],
 )

@@ -5,7 +5,6 @@ import torch
 import torch._dynamo.utils
 from cases import left_padded
 from generation_cases import GREEDY, MODES, Collect, StopWatching, Watch, graph_launches, ours, turns_after_a_stop
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 
@@ -26,7 +25,15 @@ def _allow_synchronising():
 
 
 @pytest.mark.begins_first
-@pytest.mark.parametrize("preset", ["dense", "kivi-2-sink", slow_case("kv8"), slow_case("kitty-hadamard")])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "dense",
+        "kivi-2-sink",
+        pytest.param("kv8", marks=pytest.mark.slow),
+        pytest.param("kitty-hadamard", marks=pytest.mark.slow),
+    ],
+)
 def test_gpu_steps_do_not_wait_and_give_the_eager_tokens(gpu_model, preset):
     torch._dynamo.reset()
     ids, mask = (x.cuda() for x in left_padded(2, 200))
@@ -79,7 +86,7 @@ def test_gpu_what_is_compiled_beforehand_serves_several_sequences(gpu_model):
     "mode",
     [
         *("sampling", "chunked_prefill", "logits_processor", "eos", "streamer"),
-        slow_case("return_sequences"),  # another test compiles for several sequences
+        pytest.param("return_sequences", marks=pytest.mark.slow),  # another test compiles for several sequences
     ],
 )
 def test_gpu_modes(gpu_model, mode):

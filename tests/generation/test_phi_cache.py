@@ -11,7 +11,6 @@ from chat_cases import tokenizer_of
 from fake_graph import READS, FakeGraph
 from generation_cases import GREEDY
 from length_rope_cases import LIMIT, PHI, SWITCHES_IN_PLACE, check_chat, error, ids_of, left_padding, phi_models
-from marked import slow_case
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -61,7 +60,11 @@ def whole(model, prompt, **options):
     ("entry", "tokens"),
     [
         *(("generate", tokens) for tokens in (60, LIMIT - 5, LIMIT, LIMIT + 1, 150)),
-        *(("enable", LIMIT - 5), slow_case("enable", LIMIT), slow_case("enable", 150)),
+        *(
+            ("enable", LIMIT - 5),
+            pytest.param("enable", LIMIT, marks=pytest.mark.slow),
+            pytest.param("enable", 150, marks=pytest.mark.slow),
+        ),
     ],
 )
 def test_every_step_is_that_of_the_whole_text(models, tokens, entry):

@@ -18,7 +18,6 @@ from generation_cases import (
     ours,
     turns_after_a_stop,
 )
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.generation import recording
@@ -76,7 +75,7 @@ IN_FLOAT32 = ("kivi-4", "kivi-2-hadamard", "mla")
 @pytest.mark.parametrize(
     ("preset", "dtype"),
     [
-        (preset, dtype) if preset in chosen else slow_case(preset, dtype)
+        (preset, dtype) if preset in chosen else pytest.param(preset, dtype, marks=pytest.mark.slow)
         for preset in every_preset()
         for dtype, chosen in ((torch.float32, IN_FLOAT32), (torch.float16, CHOSEN))
     ],

@@ -7,7 +7,6 @@ import pytest
 import torch
 from cases import left_padded, tiny_models
 from generation_cases import GREEDY, MODES, Collect, ours
-from marked import newest_case
 from transformers.generation import utils
 
 import hf_lowbit_kv as lb
@@ -133,7 +132,7 @@ class NoEvent:
     synchronize = record
 
 
-@pytest.mark.parametrize("residual", [32, newest_case(0)])
+@pytest.mark.parametrize("residual", [32, pytest.param(0, marks=pytest.mark.newest)])
 @pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
 def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
     """The deferred check of transformers on a CPU: tokens, length and a further turn are those without it."""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from marked import slow_case
 from tiny_hub import TinyHub, keep_uploads, one_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +117,9 @@ def test_code_inside_a_docstring(name, at_hand):
         exec(compile(textwrap.dedent(block), f"docstring of {name or lb.__name__}", "exec"), names)
 
 
-@pytest.mark.parametrize("name", [slow_case(name) if name in LONG else name for name in pages()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in pages()]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.usefixtures("one_thread")
 def test_page(name, hub, at_hand):
@@ -126,7 +127,9 @@ def test_page(name, hub, at_hand):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [slow_case(name) if name in LONG else name for name in pages()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in pages()]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_page_on_a_gpu(name, hub, at_hand):
     run(name, hub, at_hand, "cuda")

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from cases import FAMILIES, random_parameters, tiny_config, tiny_models
-from marked import slow_case
 from rich.console import Console
 from tiny_architectures import VISION_ARCHITECTURES, tiny_configuration, tiny_model, tiny_vision_configuration
 from transformers import CONFIG_MAPPING, BartConfig, CLIPTextConfig, DynamicCache, T5Config
@@ -35,8 +34,9 @@ QUICK = ("glm4v", "lfm3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 CALIBRATED = ("eigen-2", "vecinfer-2")
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 700), (3, 129)])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "rows", "tokens"), [("llama", 3, 129), *((family, 1, 700) for family in sorted(FAMILIES))]
+)
 def test_cache_bytes_are_those_of_a_preallocated_cache(family, rows, tokens):
     model = tiny_models(family)[0]
     shape = shape_of(model)
@@ -62,7 +62,9 @@ def test_cache_bytes_with_a_calibration(preset):
     assert counter.nbytes(400) == int(cache.nbytes)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else slow_case(name) for name in SUPPORTED])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED]
+)
 def test_every_supported_model_is_counted(name):
     vision = name in VISION_ARCHITECTURES
     config = tiny_vision_configuration(name) if vision else tiny_configuration(name)

@@ -12,7 +12,6 @@ import torch
 from cases import FORMATS, cache_of, tiny_models
 from chat_cases import tokenizer_of, words
 from generation_cases import close
-from marked import slow_case
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
@@ -51,7 +50,9 @@ def texts(count=3):
 
 
 @pytest.mark.parametrize(
-    ("max_cache_len", "formats"), [*GROWING, PREALLOCATED, *(slow_case(*each) for each in SLOW)], ids=named
+    ("max_cache_len", "formats"),
+    [*GROWING, PREALLOCATED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    ids=named,
 )
 def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
     """Each with another text, one after the other, so that one that wrote to a shared page would show."""
@@ -75,8 +76,8 @@ def test_forks_go_on_as_their_cache(model, backend, formats, max_cache_len):
     [
         *((backend, *each) for backend in ("triton", "cuda") for each in (*GROWING[:2], PREALLOCATED)),
         ("cuda", None, BOOSTED),
-        slow_case("triton", None, BOOSTED),  # half a minute; a fork is one
-        *(slow_case(backend, *each) for backend in ("triton", "cuda") for each in SLOW),
+        pytest.param("triton", None, BOOSTED, marks=pytest.mark.slow),  # half a minute; a fork is one
+        *(pytest.param(backend, *each, marks=pytest.mark.slow) for backend in ("triton", "cuda") for each in SLOW),
     ],
     ids=named,
     indirect=["backend"],
@@ -93,7 +94,11 @@ def test_a_restored_cache_goes_on_as_the_saved_one(model, backend, formats, max_
     close(logits(model, other, text), expected)
 
 
-@pytest.mark.parametrize("formats", [DENSE, INT2, BOOSTED, slow_case(INT4), slow_case(INT6)], ids="/".join)
+@pytest.mark.parametrize(
+    "formats",
+    [DENSE, INT2, BOOSTED, pytest.param(INT4, marks=pytest.mark.slow), pytest.param(INT6, marks=pytest.mark.slow)],
+    ids="/".join,
+)
 def test_files_cross_between_gpu_and_cpu(model, backend, formats, tmp_path):
     """Codes are put into another order and back: the file that comes of it is the first one. And what was saved on one device
     means the same on the other."""
@@ -121,7 +126,7 @@ def _content(folder):
     [
         *((backend, preset) for backend in ("triton", "cuda") for preset in ("kivi-4-sink", "kivi-2", "kv8")),
         ("cuda", "kitty"),
-        slow_case("triton", "kitty"),  # forks have boosted channels
+        pytest.param("triton", "kitty", marks=pytest.mark.slow),  # forks have boosted channels
     ],
     indirect=["backend"],
 )

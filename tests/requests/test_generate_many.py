@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from generation_cases import StopAt
-from marked import slow_case
 from pool_cases import CHUNK, FIXED, Collected, many, one_row, tokens_of, transformers_own
 from tiny_tokenizers import letters
 from transformers import (
@@ -61,7 +60,11 @@ def test_dense_pages_write_what_transformers_writes(models, texts, mode):
     ("rows", "preset"),
     [
         *((1, "kivi-2"), (4, "kivi-4-sink"), (4, "kv4-hadamard")),
-        *(slow_case(1, "kivi-4-sink"), slow_case(4, "kivi-2"), slow_case(1, "kv4-hadamard")),
+        *(
+            pytest.param(1, "kivi-4-sink", marks=pytest.mark.slow),
+            pytest.param(4, "kivi-2", marks=pytest.mark.slow),
+            pytest.param(1, "kv4-hadamard", marks=pytest.mark.slow),
+        ),
     ],
 )
 def test_packed_pages_write_what_one_row_writes(model, texts, preset, rows):

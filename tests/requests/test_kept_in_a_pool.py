@@ -7,7 +7,6 @@ import torch
 from cases import SMALL_PAGES, tiny_models
 from chat_cases import tokenizer_of
 from fake_graph import in_place_of_graphs
-from marked import slow_case
 from pool_cases import many, tokens_of, transformers_own
 
 import hf_lowbit_kv as lb
@@ -67,7 +66,7 @@ def long_model(one_thread):
     return tiny_models("llama", max_position_embeddings=16384)[0]
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1024, 24), slow_case(8192, 64)])
+@pytest.mark.parametrize(("tokens", "rows"), [(1024, 24), pytest.param(8192, 64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("preset", "sink"), [("kivi-4-sink", 32), ("dense", 0)])
 def test_a_second_call_and_a_restart_copy_no_page(
     long_model, preset, sink, tokens, rows, tmp_path, copied, monkeypatch

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import FORMATS, cache_of, tiny_models
+from cases import FORMAT_CASES, cache_of, tiny_models
 from fake_graph import in_place_of_graphs
 from mla_cases import tiny_models as latent_models
 from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
@@ -47,7 +47,7 @@ def test_rows_that_come_and_go_write_what_they_write_alone(model, texts, preset,
     assert steps.pool.memory.lost == 0
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_every_format(model, formats):
     """A row among others has the logits that a cache of its own gives."""
     texts = [torch.randint(3, 160, (length,)) for length in (90, 41)]

@@ -12,7 +12,6 @@ import torch
 import transformers
 from cases import FORMATS, cache_of, tiny_models
 from generation_cases import close
-from marked import slow_case
 from pool_cases import Collected, poison, read, steps_on
 
 import hf_lowbit_kv as lb
@@ -48,8 +47,8 @@ def one_at_a_time(model, cache, text, tokens):
     ("backend", "formats"),
     [
         *(("triton", DENSE), ("triton", INT4), ("cuda", DENSE), ("cuda", INT4), ("cuda", BOOSTED)),
-        *(slow_case("triton", formats) for formats in (INT2, INT6, BOOSTED)),
-        *(slow_case("cuda", formats) for formats in (INT2, INT6)),
+        *(pytest.param("triton", formats, marks=pytest.mark.slow) for formats in (INT2, INT6, BOOSTED)),
+        *(pytest.param("cuda", formats, marks=pytest.mark.slow) for formats in (INT2, INT6)),
     ],
     ids=lambda value: value if isinstance(value, str) else "/".join(value),
     indirect=["backend"],

@@ -21,12 +21,12 @@ from hf_lowbit_kv.requests.row_pool import RowPool
 #: the window of all models here is 24 tokens
 LENGTHS = (7, 33, 24, 130, 200, 1)
 #: softcaps; layers that share keys and values; sinks; keys wider than values
-FAMILIES = ("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "mimo_v2_flash")
+FAMILIES = ("gemma2", "gemma4_text", "gpt_oss", "mimo_v2_flash")
 #: more than the window
 NEW = 26
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def models(request, one_thread):
     return tiny_models(request.param)
 

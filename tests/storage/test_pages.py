@@ -5,9 +5,8 @@ import pickle
 
 import pytest
 import torch
-from cases import FORMATS
+from cases import FORMAT_CASES
 from kernel_cases import records_for
-from marked import slow_case
 
 from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Affine, parse_format
@@ -21,15 +20,25 @@ from hf_lowbit_kv.storage.step import StepInputs
 HEADS, HEAD_DIM, PAGE = 2, 64, 32
 #: the same formats in the order in which tensor cores take them
 FRAGMENTS = [
-    ("int2-channel@fragment-1", "int2-token@fragment-1t"),
-    ("int4-channel@fragment-1", "int4-token@fragment-1t"),
-    ("int8-token@fragment-1", "int8-token@fragment-1t"),
-    ("int2-token-g32@fragment-1", "int4-channel@fragment-1t"),
-    ("int4-token@fragment-1", "dense"),
-    ("fp8@fragment-1", "fp8@fragment-1t"),
+    pytest.param(("int2-channel@fragment-1", "int2-token@fragment-1t")),
+    pytest.param(("int4-channel@fragment-1", "int4-token@fragment-1t"), marks=pytest.mark.slow),
+    pytest.param(("int8-token@fragment-1", "int8-token@fragment-1t"), marks=pytest.mark.slow),
+    pytest.param(("int2-token-g32@fragment-1", "int4-channel@fragment-1t"), marks=pytest.mark.slow),
+    pytest.param(("int4-token@fragment-1", "dense"), marks=pytest.mark.slow),
+    pytest.param(("fp8@fragment-1", "fp8@fragment-1t")),
 ]
-FORMATS = [*FORMATS, *FRAGMENTS]
-WINDOWS = [(0, 32), (8, 32), (0, 0), (5, 40)]  # sink, residual
+each_format = pytest.mark.parametrize("formats", [*FORMAT_CASES, *FRAGMENTS], ids="/".join)
+#: sink, residual: all tokens in pages, some in the window
+each_window = pytest.mark.parametrize(
+    "window",
+    [
+        (0, 0),
+        (8, 32),
+        pytest.param((0, 32), marks=pytest.mark.slow),
+        pytest.param((5, 40), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 
 
 def _spec(formats, sink=0, residual=32):
@@ -77,19 +86,11 @@ def _assert_same(left, right):
         assert same, name
 
 
-def _windows() -> list:
-    """Each pair of formats in one window; the others are slow."""
-    return [
-        (formats, window) if (i + j) % 4 == 0 else slow_case(formats, window)
-        for i, formats in enumerate(FORMATS)
-        for j, window in enumerate(WINDOWS)
-    ]
-
-
+@each_format
+@each_window
 @pytest.mark.parametrize(
-    ("formats", "window"), _windows(), ids=lambda value: "/".join(value) if value in FORMATS else str(value)
+    "capacity", [pytest.param(None, marks=pytest.mark.slow), 1000], ids=["growing", "preallocated"]
 )
-@pytest.mark.parametrize("capacity", [None, 1000], ids=["growing", "preallocated"])
 def test_any_pieces_store_the_same(formats, window, capacity):
     spec = _spec(formats, *window)
     k, v = _tokens(1, 1000)
@@ -106,8 +107,8 @@ def test_any_pieces_store_the_same(formats, window, capacity):
         _assert_same(_row(whole), _row(pieces))
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@each_format
+@each_window
 def test_what_is_stored_is_what_came_in(formats, window):
     """Against the definition: page p is the encoding of tokens p * page and up; the window is exact."""
     spec = _spec(formats, *window)
@@ -130,7 +131,7 @@ def test_what_is_stored_is_what_came_in(formats, window):
         assert torch.equal(out[:, spec.sink : full], decoded.half())
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@each_format
 @pytest.mark.parametrize("residual", [0, 32])
 def test_padding_is_dropped_wherever_it_stands(formats, residual):
     """Rows of a padded batch hold, to the byte, what they hold in a batch of one; NaN and Inf in the padding do no harm."""
@@ -183,7 +184,15 @@ def _full_entries(store):
 
 
 @pytest.mark.parametrize("formats", [("int2-channel", "int2-token"), ("int8-token", "int8-token"), ("dense", "dense")])
-@pytest.mark.parametrize(("capacity", "residual"), [(None, 0), (1000, 32), slow_case(None, 32), slow_case(1000, 0)])
+@pytest.mark.parametrize(
+    ("capacity", "residual"),
+    [
+        (None, 0),
+        (1000, 32),
+        pytest.param(None, 32, marks=pytest.mark.slow),
+        pytest.param(1000, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
     """Random beam steps, each row against a row of its own that was fed the same tokens; pages never multiply."""
     spec = _spec(formats, residual=residual)
@@ -287,9 +296,8 @@ def test_after_a_reset_each_entry_has_a_page_of_its_own(before):
         store.reset()
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
-def test_copies_are_independent(formats):
-    store = _store(_spec(formats), capacity=500)
+def test_copies_are_independent():
+    store = _store(_spec(("int4-channel", "int4-token")), capacity=500)
     store.memory.widen(store.pages_per_row + 3)  # the slabs of a copy lie at other distances
     _append(store, *_tokens(1, 300))
     before = _row(store)
@@ -324,7 +332,7 @@ def test_layers_share_page_numbers_at_any_time(capacity):
             _assert_addresses(store)
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids="/".join)
+@each_format
 def test_bytes_add_up(formats):
     spec = _spec(formats, sink=8)
     store = _store(spec, batch=2)

@@ -1,9 +1,9 @@
-"""The matrix that every format and every model family goes through. A new format adds one row to `FORMATS`."""
+"""The matrix that every format and every model family goes through. A new format adds one row to `FORMAT_CASES`."""
 
 import copy
 
+import pytest
 import torch
-from marked import newest_case, slow_case
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
@@ -13,45 +13,30 @@ from hf_lowbit_kv.calibration_files.model_description import describe_model
 from hf_lowbit_kv.presets import PAPER_PRESETS
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 
-#: (key format, value format) pairs: every format on each side at least once
-FORMATS = [
-    ("dense", "dense"),
-    ("int2-channel", "int2-token"),
-    ("int4-channel", "int4-token"),
-    ("int4-token", "int4-token"),
-    ("int8-token", "int8-token"),
-    ("int8-channel-g32", "int2-token-g32"),
-    ("int2-token-g32", "int4-channel"),
-    ("int4-channel", "dense"),
-    ("int6-token", "int5-token"),
-    ("int5-channel", "int6-channel-g32"),
-    ("boosted2-r0.125", "int2-token"),
-    ("fp8", "fp8-static"),
-    ("fp8", "fp8"),
-    ("vq-d4b6", "vq-d8b5"),
-    ("static-54222100", "static-3-tn"),
-    ("static-64332222", "static-2-tn"),
-    ("fp8-centered", "fp8"),
+_NEWEST, _SLOW = pytest.mark.newest, pytest.mark.slow
+#: (key format, value format) pairs as parameters: every format on each side at least once. Slow: pairs that have the paths of
+#: another, with another width, other groups or without one of its steps. What formats store does not depend on transformers:
+#: of tests that are marked `host` `make test` runs one pair on the oldest version
+FORMAT_CASES = [
+    pytest.param(("dense", "dense"), marks=_NEWEST),
+    pytest.param(("int2-channel", "int2-token")),
+    pytest.param(("int4-channel", "int4-token"), marks=_NEWEST),
+    pytest.param(("int4-token", "int4-token"), marks=_SLOW),
+    pytest.param(("int8-token", "int8-token"), marks=_NEWEST),
+    pytest.param(("int8-channel-g32", "int2-token-g32"), marks=_SLOW),
+    pytest.param(("int2-token-g32", "int4-channel"), marks=_SLOW),
+    pytest.param(("int4-channel", "dense"), marks=_SLOW),
+    pytest.param(("int6-token", "int5-token"), marks=_SLOW),
+    pytest.param(("int5-channel", "int6-channel-g32"), marks=_SLOW),
+    pytest.param(("boosted2-r0.125", "int2-token"), marks=_NEWEST),
+    pytest.param(("fp8", "fp8-static"), marks=_SLOW),
+    pytest.param(("fp8", "fp8"), marks=_NEWEST),
+    pytest.param(("vq-d4b6", "vq-d8b5"), marks=_NEWEST),
+    pytest.param(("static-54222100", "static-3-tn"), marks=_NEWEST),
+    pytest.param(("static-64332222", "static-2-tn"), marks=_SLOW),
+    pytest.param(("fp8-centered", "fp8"), marks=_NEWEST),
 ]
-
-#: pairs that have the paths of another, with another width, other groups or without one of its steps
-OTHER_WIDTHS = [
-    *(("int4-token", "int4-token"), ("int8-channel-g32", "int2-token-g32"), ("int2-token-g32", "int4-channel")),
-    *(("int4-channel", "dense"), ("int6-token", "int5-token"), ("int5-channel", "int6-channel-g32")),
-    *(("fp8", "fp8-static"), ("static-64332222", "static-2-tn")),
-]
-
-
-def some_slow(on_the_oldest: tuple[str, str] | None = None) -> list:
-    """`FORMATS` as parameters: those that differ by a width are slow. on_the_oldest: of a test that is marked `host`, the pair
-    that `make test` runs on the oldest transformers too: what formats store does not depend on transformers."""
-
-    def parameter(formats: tuple[str, str]):
-        if formats in OTHER_WIDTHS:
-            return slow_case(formats)
-        return formats if on_the_oldest in (None, formats) else newest_case(formats)
-
-    return list(map(parameter, FORMATS))
+FORMATS = [case.values[0] for case in FORMAT_CASES]
 
 
 def every_preset() -> list[str]:

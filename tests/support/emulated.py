@@ -50,13 +50,3 @@ class Noted:
 
     def launch(self, *arguments, **options) -> None:
         pass
-
-
-def some_fast(cases: list, fast: set[int]) -> list:
-    """Parameters. Each case takes a compilation of its own or more: those with other numbers than `fast` are slow."""
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), id=str(case), marks=[] if i in fast else pytest.mark.slow
-        )
-        for i, case in enumerate(cases)
-    ]

@@ -10,7 +10,7 @@ from kernel_cases import Case
 from kernel_matrix import EIGEN_2, EIGEN_3
 
 #: pairs of formats whose kernels have the paths of another pair's, with another width or number of channels
-OTHER_WIDTHS = [
+SAME_PATHS = [
     *(("int2-channel", "int2-token"), ("int6-token", "int6-token"), ("int8-token", "int8-token")),
     *(("boosted2-r0.25", "int2-token"), tuple(EIGEN_3.values())),
 ]
@@ -58,7 +58,7 @@ def in_every_run(case: Case) -> bool:
         return case.head_dim == 80 or (case.groups, case.tokens) == (4, 1)
     if case.keys.startswith("vq-") and case.lengths == (40000,):
         return False
-    if (case.keys, case.values) in OTHER_WIDTHS:
+    if (case.keys, case.values) in SAME_PATHS:
         return case.page_size != 128
     if (case.keys, case.values) in OWN_PATHS and case.page_size == 128 and case.residual in (0, 128):
         return _decides_a_path(case)

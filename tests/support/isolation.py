@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from kernel_cases import Case, generator, random_mask, random_step, random_tokens, store_for
-from sequence_operations import KINDS, OTHER_WIDTHS
+from sequence_operations import KINDS, SLOW_KINDS
 
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.paged_store import PagedStore, read_pages
@@ -33,7 +33,7 @@ def cases() -> list[Case]:
 
 def in_every_run(case: Case) -> bool:
     """Whether `make gpu-test` has a case: not those whose kernels have the paths of another's."""
-    others = [KINDS[name] for name in (*OTHER_WIDTHS, "int2-channel/int2-token", "kitty-random")]
+    others = [KINDS[name] for name in (*SLOW_KINDS, "int2-channel/int2-token", "kitty-random")]
     return all(
         (case.keys, case.values, case.transform) != (each["key_format"], each["value_format"], each.get("transform"))
         for each in others

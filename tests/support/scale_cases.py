@@ -16,8 +16,8 @@ _WHOLE = {"head_dim": 128, "page_size": 128, "residual": 0, "sink": 0, "heads": 
 CONSTANT_ROWS = [
     Case(keys=keys, values=values, **_WHOLE)
     for keys, values in (
-        ("int4-token", "int4-token"),
         ("int2-channel", "int2-token"),
+        ("int4-token", "int4-token"),
         ("int8-token", "int4-token"),
         ("int4-channel", "int2-token-g32"),
     )

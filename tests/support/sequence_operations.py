@@ -42,8 +42,8 @@ def _add_presets() -> None:
 _add_presets()
 KINDS |= {f"latent {'/'.join(pair)}": dict(zip(("key_format", "value_format"), pair)) for pair in LATENTS}
 
-#: kinds that have the paths of another, with another width, codebook or transform: only `make gpu-test-all` has them
-OTHER_WIDTHS = [
+#: kinds that have the paths of another, with another width, codebook or transform: slow
+SLOW_KINDS = [
     *("int4-token/int4-token", "int8-channel-g32/int2-token-g32", "int2-token-g32/int4-channel", "int4-channel/dense"),
     *("smooth+hadamard dense", "kivi-2-hadamard", "int6", "int5", "k4v2", "k2v4", "k8v4", "kitty-pro"),
     *("vecinfer-4", "vecinfer-3", "vecinfer-2", "vecinfer-1.5", "vecinfer-1.25", "eigen-3", "eigen-4"),

@@ -8,7 +8,6 @@ import kernel_checks as kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from marked import slow_case
 
 from hf_lowbit_kv.triton_kernels import common
 from hf_lowbit_kv.triton_kernels.fused_kernels import ACTIVATIONS, gated, rms_norm, rotary
@@ -174,7 +173,7 @@ def _biased_rows(*rows: int) -> list:
     return [
         *((biased, n, dtype) for n in rows for biased, dtype in ((True, torch.float16), (False, torch.bfloat16))),
         *(
-            slow_case(biased, n, dtype)
+            pytest.param(biased, n, dtype, marks=pytest.mark.slow)
             for n in rows
             for biased, dtype in ((True, torch.bfloat16), (False, torch.float16))
         ),

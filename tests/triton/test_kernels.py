@@ -37,7 +37,6 @@ from kernel_matrix import (
     stores,
     transformed,
 )
-from marked import slow_case
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
 
 from hf_lowbit_kv.backends import choice
@@ -54,7 +53,9 @@ def _other_width(case: Case) -> bool:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("case", [slow_case(case) if _other_width(case) else case for case in SMALL], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if _other_width(case) else case for case in SMALL], ids=str
+)
 def test_small_attend(case):
     check_attend(case)
 
@@ -116,7 +117,7 @@ def test_small_attend_transformed(options):
 @pytest.mark.parametrize(
     "options",
     [
-        x if x[0] == 96 or x[1:] == (torch.float16, "hadamard") else slow_case(x)
+        x if x[0] == 96 or x[1:] == (torch.float16, "hadamard") else pytest.param(x, marks=pytest.mark.slow)
         for x in TRANSFORMS
         if x[1] != torch.bfloat16 and x[0] != 256
     ],
@@ -228,14 +229,18 @@ def test_constant_rows(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case if in_every_run(case) else slow_case(case) for case in matrix()], ids=str)
+@pytest.mark.parametrize(
+    "case", [case if in_every_run(case) else pytest.param(case, marks=pytest.mark.slow) for case in matrix()], ids=str
+)
 def test_attend(case):
     check_attend(case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", [case if in_every_run(case) else slow_case(case) for case in codebook_attends()], ids=str
+    "case",
+    [case if in_every_run(case) else pytest.param(case, marks=pytest.mark.slow) for case in codebook_attends()],
+    ids=str,
 )
 def test_attend_lookups(case):
     check_attend(case)
@@ -244,7 +249,10 @@ def test_attend_lookups(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("case", "chunks"),
-    [(case, chunks) if is_stored_in_every_run(case) else slow_case(case, chunks) for case, chunks in stores()],
+    [
+        (case, chunks) if is_stored_in_every_run(case) else pytest.param(case, chunks, marks=pytest.mark.slow)
+        for case, chunks in stores()
+    ],
     ids=str,
 )
 def test_store(case, chunks):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import FORMATS
 from kernel_cases import Case, random_step, records_for, store_for
-from marked import slow_case
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -83,13 +82,17 @@ FAST = [
 READ = [("int4-channel", "dense"), ("static-54222100", "static-2-tn")]
 
 
-@pytest.mark.parametrize("formats", [x if x in FAST else slow_case(x) for x in (*FORMATS, *STATIC)], ids="/".join)
+@pytest.mark.parametrize(
+    "formats", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in (*FORMATS, *STATIC)], ids="/".join
+)
 def test_every_format(formats, compiled):
     run_all(Case(*formats))
     assert {"append_one_kernel", "append_pages_kernel", "unpack_kernel", "prompt_kernel"} <= set(compiled)
 
 
-@pytest.mark.parametrize("formats", [x if x in READ else slow_case(x) for x in (*FORMATS, *STATIC)], ids="/".join)
+@pytest.mark.parametrize(
+    "formats", [x if x in READ else pytest.param(x, marks=pytest.mark.slow) for x in (*FORMATS, *STATIC)], ids="/".join
+)
 def test_pages_in_the_layout_of_cuda(formats, compiled):
     """What the CUDA backend leaves to Triton: long chunks over stored pages, and reading."""
     case = Case(*formats, head_dim=128, page_size=128)
@@ -107,12 +110,12 @@ def test_pages_in_the_layout_of_cuda(formats, compiled):
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [
-        slow_case("vq-d4b8", "vq-d4b8", {}),
-        slow_case("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}),
-        slow_case("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}),
-        slow_case("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}),
-        slow_case("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}),
-        slow_case("vq-d4b8", "int2-token", {"dtype": torch.float32}),
+        pytest.param("vq-d4b8", "vq-d4b8", {}, marks=pytest.mark.slow),
+        pytest.param("vq-d8b8", "vq-d2b6", {"dtype": torch.bfloat16}, marks=pytest.mark.slow),
+        pytest.param("vq-d4b8", "vq-d4b8", {"head_dim": 64, "groups": 16}, marks=pytest.mark.slow),
+        pytest.param("vq-d2b4", "vq-d8b5", {"head_dim": 80, "page_size": 64}, marks=pytest.mark.slow),
+        pytest.param("vq-d4b3", "vq-d8b8", {"head_dim": 256, "dtype": torch.bfloat16}, marks=pytest.mark.slow),
+        pytest.param("vq-d4b8", "int2-token", {"dtype": torch.float32}, marks=pytest.mark.slow),
     ],
 )
 def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
@@ -130,7 +133,8 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "layout"), [("fp8", "triton"), ("fp8", "cuda"), ("dense", "triton"), slow_case("dense", "cuda")]
+    ("content", "layout"),
+    [("fp8", "triton"), ("fp8", "cuda"), ("dense", "triton"), pytest.param("dense", "cuda", marks=pytest.mark.slow)],
 )
 def test_latents_compile(content, layout, compiled):
     case = latent_cases.LatentCase(
@@ -162,7 +166,12 @@ def test_fused_pieces(dtype, compiled):
 
 @pytest.mark.parametrize(
     ("rows", "dtype"),
-    [(1, torch.float16), (8, torch.bfloat16), slow_case(1, torch.bfloat16), slow_case(8, torch.float16)],
+    [
+        (1, torch.float16),
+        (8, torch.bfloat16),
+        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(8, torch.float16, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_fused_products(dtype, rows, compiled):
