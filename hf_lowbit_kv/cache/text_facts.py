@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..storage.content_digests import EmbeddedRows, rows_digest
+from ..storage.process_stamps import Unstamped
 from .filled_by import FilledBy
 from .length_rope import ReadLengths
 from .model_positions import ModelPositions
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TextFacts:
+class TextFacts(Unstamped):
     """The facts of the text in a cache's rows. Its layers share this object.
 
     A fact that every row or token has of its own is treated in `select` and `crop`. All others concern the whole text, and

@@ -84,7 +84,8 @@ def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Callable:
     return compiled() if _stepped.get()[1] is None else functools.partial(_decode, self, compiled)
 
 
-ignore_attributes(_valid_auto_compile_criteria.__name__, get_compiled_call.__name__)
+# a step gets its settings in its call, so those of the model do not matter to it
+ignore_attributes(_valid_auto_compile_criteria.__name__, get_compiled_call.__name__, "generation_config")
 
 
 def _decode(model: Any, compiled: Callable[[], Callable], **inputs: Any) -> Any:

@@ -33,7 +33,7 @@ from .whole_prompt import keeping_cache
 
 #: attribute of an enabled model: its `enable` calls; the last one is in force
 _ENABLED = "_lowbit_enabled"
-ignore_attributes(_ENABLED, "generate", "_prepare_cache_for_generation", "generation_config")
+ignore_attributes(_ENABLED, "generate", "_prepare_cache_for_generation")
 
 #: options that every call reads again
 _LIVE = ("calibration", "parameters")
