@@ -118,7 +118,7 @@ def test_the_documentation_gives_the_measured_kl():
     for preset, chunk, exact, from_whole in rows:
         record = records[preset, size(chunk)]
         assert (exact, from_whole) == (f"{record['kl']:.4f}", f"{record['kl_whole']:.4f}")
-        assert f"prefills {record['prompt']} tokens" in section()
+        assert f"prefills {record['prompt']:,} tokens" in section()
         assert f"the next {record['behind']} tokens" in " ".join(section().split())
 
 

@@ -74,7 +74,7 @@ def test_the_table_of_peers(tmp_path):
         append_record(path, record | figures | size)
     append_record(path, {"model": "Other", "preset": "int8", "text": "code", "context": 512, "kl": 0.0} | figures)
     assert model_tables.peers_table(path).splitlines()[2:] == [
-        "| Some-1B, 2 texts of 2048 tokens | `int8` | 9.00 | 0.2000 | 1.00 | 50.0 % |",
+        "| Some-1B, 2 texts of 2,048 tokens | `int8` | 9.00 | 0.2000 | 1.00 | 50.0 % |",
         "|  | quanto, 4 bits | 4.50 | 2.0000 | 1.00 | 50.0 % |",
     ]
 

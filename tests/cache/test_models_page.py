@@ -61,7 +61,7 @@ def test_enough_are_served():
 
 def test_families_that_most_people_run():
     assert len(FAMILIES) <= 25
-    section = TEXT.split("\n## Families that most people run\n")[1].split("\n## ")[0]
+    section = TEXT.split("\n## Popular model families\n")[1].split("\n## ")[0]
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if "`" in line]
     found = {family: rest for family, *rest in rows if family in FAMILIES}
     assert list(found) == list(FAMILIES)

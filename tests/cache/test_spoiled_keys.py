@@ -62,7 +62,7 @@ def made(preset: str, model, **options) -> list[str]:
 )
 def test_it_names_the_layer_and_the_preset_to_take(preset, instead):
     (message,) = made(preset, model_of(), residual=128)
-    assert message.startswith("Qwen2ForCausalLM has key biases that key_format='int")
+    assert message.startswith("Qwen2ForCausalLM has key biases that are too large for key_format='int")
     assert "in layer 1 (300 times) a bias" in message
     assert instead in message
 

@@ -61,7 +61,7 @@ PAGE_TEXT = """# Supported models
 {served} of the {tried} decoder architectures of transformers {version} are supported.
 Search this page for the `model_type` of your model: `model.config.model_type`, or the field in its `config.json`.
 
-## Families that most people run
+## Popular model families
 
 | column | meaning |
 |---|---|
