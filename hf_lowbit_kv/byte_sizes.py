@@ -19,7 +19,7 @@ def parse_size(text: int | str, name: str | None = None) -> int:
         name: name of the argument, for the message.
     """
     if not isinstance(text, str):
-        return text
+        return int(text)
     match = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\d{1,2})?)\s*([A-Za-z]*)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     label = f"size {text!r}" if name is None else f"{name}={text!r}"

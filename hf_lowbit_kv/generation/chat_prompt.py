@@ -133,15 +133,17 @@ def check_messages(name: str, messages: Sequence[Any]) -> None:
 
 def check_content(name: str, content: Any) -> None:
     """Raise `ValueError` for content that is neither a text nor a list of parts that are texts. `None` is allowed."""
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
-        if isinstance(text, Mapping) and isinstance(kind := text.get("type"), str):
+    for part in (
+        content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
+    ):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if isinstance(kind, str) and kind != "text":
             raise ValueError(f"{name} has a part of type {kind!r}, and only text is served here; use lb.generate")
-        if not isinstance(text, str) and (text is not None or isinstance(content, list)):
+        if kind is None or not isinstance(text, str):  # templates skip a text that is no part
             raise ValueError(
                 f"{name} has content {content!r}; it must be a text or a list of {{'type': 'text', 'text': ...}}"
             )
-        check_text(name, text or "")
+        check_text(name, text)
 
 
 def check_text(name: str, text: str) -> None:

@@ -73,14 +73,16 @@ def forget(model: Any) -> None:
 
 def check_compiles(model: Any, cache: LowBitCache, options: Mapping[str, Any]) -> None:
     """Raise if transformers would not compile the step. transformers itself only logs that, and runs eagerly."""
-    config = GenerationConfig(compile_config=options["compile_config"])
+    disabled = setting(model, options, "disable_compile")
+    config = GenerationConfig(compile_config=options["compile_config"], disable_compile=disabled)
     if model._valid_auto_compile_criteria(as_argument(cache), config):
         return
     quantizer = getattr(model, "hf_quantizer", None)
-    why = "its weights are offloaded" if quantizer is None or quantizer.is_compileable else "its weights are quantized"
+    kind = "offloaded" if quantizer is None or quantizer.is_compileable else "quantized"
+    why = "disable_compile=True" if disabled else f"its weights are probably {kind}"
     raise ValueError(
-        f"step='compiled' is not possible: transformers does not compile this {type(model).__name__}, probably because {why}; "
-        "use step='recorded'"
+        f"step='compiled' is not possible: transformers does not compile this {type(model).__name__} ({why}); use "
+        "step='recorded'"
     )
 
 

@@ -128,6 +128,8 @@ def generate(
     """
     inner, cache = unwrap_generating(model), options.pop("cache", None)
     check_names("lb.generate", inner, {**(inputs if isinstance(inputs, Mapping) else {}), **options}, ARGUMENTS)
+    if cache is not None and past_key_values is not None:
+        raise ValueError("cache and past_key_values are both given, and mean the same; give one of them")
     past_key_values = cache if past_key_values is None else past_key_values
     call = Call.of(inner, inputs, max_new_tokens, step, fuse, options)
     options_of_new = options_of_cache(cache_options, calibration, allow_other_weights)

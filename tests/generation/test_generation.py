@@ -149,6 +149,7 @@ def test_settings_may_come_from_a_generation_configuration(model):
         ({"stop_strings": [""]}, r"stop_strings=\[''\] is not allowed"),
         ({"generation_config": GenerationConfig(epsilon_cutoff=3)}, "epsilon_cutoff=3 is not allowed"),
         ({"past_key_values": "a cache", "max_cache_len": 99}, "max_cache_len and prefixes are for a new cache"),
+        ({"past_key_values": "a cache", "cache": "another"}, "cache and past_key_values are both given"),
         ({"past_key_values": "a cache", "preset": "kivi-4-sink"}, "must be a low-bit cache made with max_cache_len"),
     ],
 )
@@ -344,6 +345,8 @@ def test_a_step_is_compiled_for_all_its_rows(model, monkeypatch):
 
     monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
     monkeypatch.setattr(call_options, "why_gpu_cannot_launch", lambda: None)
+    with pytest.raises(ValueError, match=r"\(disable_compile=True\)"):  # it would run eagerly
+        ours(model, *left_padded(2, 50), step="compiled", disable_compile=True)
     monkeypatch.setattr(compiling, "check_compiles", lambda *args: None)
     monkeypatch.setattr(compiling, "compile_first", note)
     for options, rows in (({}, 2), ({"num_return_sequences": 3, "do_sample": True}, 6)):

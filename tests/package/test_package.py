@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from hf_lowbit_kv import installation
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +59,17 @@ def test_the_wheel_is_the_tree_without_benchmarks_and_results(wheel):
     assert len(expected) > 100
     assert {name for name in names if not name.startswith(f"{metadata}/")} == expected
     assert len(names) == len(set(names))
+
+
+def test_the_modules_of_extras_are_those_of_the_project():
+    """`need` and `doctor` look for modules; the project names packages."""
+    of_module = importlib.metadata.packages_distributions()
+    required = [Requirement(each) for each in importlib.metadata.requires(installation.NAME)]
+    for name, extra in installation.EXTRAS.items():
+        wanted = {canonicalize_name(each.name) for each in required if f'extra == "{name}"' in str(each.marker)}
+        packages = {canonicalize_name(package) for module in extra.modules for package in of_module[module]}
+        assert packages == wanted, name
+        assert set(extra.data) <= installation.DATA.keys()
 
 
 def test_links_of_the_readme_are_absolute_on_an_index(wheel):

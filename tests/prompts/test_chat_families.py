@@ -128,6 +128,8 @@ def test_parts(name):
     for send in (chat.send, lambda content: chat.send({"role": "tool", "content": content})):
         with pytest.raises(ValueError, match="has a part of type 'image', and only text is served"):
             send(image)
+    with pytest.raises(ValueError, match="it must be a text or a list of"):  # which templates would skip
+        chat.send({"role": "user", "content": ["How many?", *parts]})
     requests = [[{"role": "user", "content": content}] for content in (parts, image)]
     results = lb.generate_many(
         chat.model, requests, "dense", tokenizer=chat.tokenizer, max_new_tokens=1, progress=False

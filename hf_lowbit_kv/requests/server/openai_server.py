@@ -209,9 +209,9 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C. Unfinished answers then have `patience` seconds.
 
     Raises:
-        ValueError: `served_model_name` is empty, `allow_origins` contains a value that is not an origin, or the address
-            cannot be listened to, e.g. because another server does. Nothing is loaded then. Or the tokenizer writes
-            messages without a chat template. Or as for `RequestLoop`.
+        ValueError: `allow_origins` contains a value that is not an origin, or the address cannot be listened to, e.g.
+            because another server does. Nothing is loaded then. Or the tokenizer writes messages without a chat template.
+            Or as for `RequestLoop`.
         RuntimeError: no request can be answered any more, e.g. because the GPU has failed.
 
     Args:
