@@ -141,6 +141,16 @@ SENTENCES = [
         r"(\d+) of 100 next tokens as with 16 bits \(Qwen2.5-Coder-1.5B\), (\d+) \(0.5B\)",
         lambda: tuple(f"{kept(['kivi-4-sink'], model, contexts=[4096])[0]:.0f}" for model in LARGE_BIASES),
     ),
+    (
+        "docs/choose.md",
+        r"(\d+) of 100 with SmolLM2-135M in float32, (\d+) in bfloat16 with 4-bit weights",
+        lambda: (
+            next(
+                f"{100 * row.essays['top1']:.0f}" for row in bench_runs.accuracy_rows() if row.preset == "kivi-4-sink"
+            ),
+            f"{kept(['kivi-4-sink'], 'SmolLM2-135M-Instruct, Q4_1 weights')[0]:.0f}",
+        ),
+    ),
     ("docs/choose.md", r"131,072 tokens is ([\d.]+) times smaller", gemma),
     (
         "docs/choose.md",
