@@ -20,6 +20,7 @@ from hf_lowbit_kv.cache.preset_cache import from_preset
 from hf_lowbit_kv.eval.chunked_reader import FULL
 from hf_lowbit_kv.eval.perplexity import as_rows, score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
+from hf_lowbit_kv.installation import need
 
 NAMES = ("wikitext", "kivi")
 #: protocol `wikitext`: tokens of a window, of a chunk and of the sink, and numbers of newest tokens in 16 bits
@@ -137,14 +138,11 @@ def kivi(
 
 def check_kivi(tasks: Sequence[str] | None) -> list[str]:
     """The tasks without repetitions. Raises if one of them cannot run (see `kivi`)."""
-    import importlib.util
-
     chosen = list(dict.fromkeys(tasks or KIVI_TASKS))
     if other := [task for task in chosen if task not in KIVI_TASKS]:
         raise ValueError(f"task {other[0]!r} does not belong to the protocol kivi; allowed: {', '.join(KIVI_TASKS)}")
-    missing = [package for package in LONGBENCH_PACKAGES if importlib.util.find_spec(package) is None]
-    if missing and any(task.startswith("longbench") for task in chosen):
-        raise ImportError(f"LongBench's metrics need the package {missing[0]}: pip install 'lm-eval[longbench]'")
+    if any(task.startswith("longbench") for task in chosen):
+        need("LongBench", "eval", *LONGBENCH_PACKAGES)
     return chosen
 
 

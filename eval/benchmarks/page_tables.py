@@ -212,7 +212,7 @@ def _memory(records: list[Record]) -> str:
     }
     return f"""## Memory
 
-8B Llama 3.1 shape, bfloat16. In 16 bits, 8 x 32768 tokens take 34.4 GB. The peak is the allocator's during `generate`.
+8B Llama 3.1 shape, bfloat16. In 16 bits, 8 x 32,768 tokens take 34.4 GB. The peak is the allocator's during `generate`.
 A prompt that is read whole also needs memory for the model's own activations.
 `python -m hf_lowbit_kv.eval.benchmarks.bench_memory generate`
 

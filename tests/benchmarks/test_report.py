@@ -2,6 +2,7 @@
 `docs/benchmarks.md`: what is written from the records."""
 
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_runs
@@ -80,6 +81,38 @@ def test_a_record_speaks_for_its_formats_only(tmp_path):
     written(tmp_path / "old.jsonl", *({"preset": name, "keys": fmt, "values": fmt} for name, fmt in then))
     assert current_records(path) == read_records(path)
     assert [record["preset"] for record in current_records(tmp_path / "old.jsonl")] == ["kv8"]
+
+
+def test_a_record_of_formats_that_its_preset_no_longer_has_is_shown_nowhere(rows, monkeypatch, capsys):
+    """Behind each record of a preset: a newer one with other formats and other figures. Neither pages and pictures nor the
+    notebook of records change, so that notebook's stored text is that of the records too."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    read_text = Path.read_text
+
+    def with_stale_records(path, *args, **options):
+        text = read_text(path, *args, **options)
+        records = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else []
+        stale = [record | {"keys": "static-44422000"} for record in records if "keys" in record]
+        return text + "".join(json.dumps({k: _changed(x) for k, x in each.items()}) + "\n" for each in stale)
+
+    monkeypatch.setattr(Path, "read_text", with_stale_records)
+    monkeypatch.setattr(measure, "definition", bench_runs.definition)
+    assert tables.load() == rows
+    test_the_pages_are_current(rows)
+
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tables.ROOT / "notebooks")
+    cells, names = json.loads(read_text(Path("speed_and_memory.ipynb")))["cells"], {}
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        exec(compile("".join(cell["source"]), "speed_and_memory.ipynb", "exec"), names)
+        stored = ["".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream"]
+        assert capsys.readouterr().out == "".join(stored)
+
+
+def _changed(figure):
+    """A figure, doubled; integers that name a measurement (rows, tokens) stay."""
+    return 2 * figure if isinstance(figure, float) or (isinstance(figure, int) and figure > 10**6) else figure
 
 
 def test_committed_records_of_presets_have_formats():

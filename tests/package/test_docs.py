@@ -3,6 +3,7 @@
 import functools
 import re
 import statistics
+from collections.abc import Collection
 from pathlib import Path
 
 import bench_runs
@@ -14,7 +15,7 @@ from tiny_hub import TinyHub
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import model_tables
 from hf_lowbit_kv.eval.benchmarks.model_tables import accuracy, mean
-from hf_lowbit_kv.eval.benchmarks.result_files import read_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records
 from hf_lowbit_kv.eval.local_models import MissingPackageError
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record
 from hf_lowbit_kv.presets import DEFAULT_PRESET, PAPER_PRESETS
@@ -69,12 +70,140 @@ def test_the_short_answer_names_the_smallest():
     assert bits(SHORT_ANSWER["the least memory without calibration"][0]) == min(map(bits, plain))
 
 
-def test_what_the_default_keeps_on_every_measured_model_is_in_the_records():
-    kept = [
-        mean(caches["kivi-4-sink"], "top1") for caches in model_tables.by_text().values() if "kivi-4-sink" in caches
-    ]
-    shown = re.findall(r"keep (\d+) to (\d+) of 100 next tokens\. Two things decide", page("docs/choose.md"))
-    assert shown == [tuple(f"{100 * x:.0f}" for x in (min(kept), max(kept)))]
+def ratio(name: str, other: str, key: str, digits: int = 0, model: str = model_tables.MEASURED) -> str:
+    """Of two presets' figures on a real model, texts of 4,096 tokens."""
+    records = model_tables.by_text()[model, 4096]
+    return f"{mean(records[name], key) / mean(records[other], key):.{digits}f}"
+
+
+def small_ratios(name: str, other: str, digits: int = 0) -> tuple[str, ...]:
+    """Of KL on SmolLM2, for the essays and the transcript; the smaller one first."""
+    rows = {row.preset: row for row in bench_runs.accuracy_rows()}
+    pairs = [(row.essays["kl"], row.transcript["kl"]) for row in (rows[name], rows[other])]
+    return tuple(f"{x:.{digits}f}" for x in sorted(a / b for a, b in zip(*pairs, strict=True)))
+
+
+def kept(names: Collection[str], *models: str, contexts: Collection[int] = (2048, 4096, 16384, 32768)) -> list[float]:
+    """Next tokens of 100 that stay those of 16 bits, on real models."""
+    found = model_tables.by_text()
+    caches = [found[key] for key in found if key[1] in contexts and (not models or key[0] in models)]
+    return [100 * mean(each[name], "top1") for each in caches for name in names if name in each]
+
+
+def ends(figures: Collection[float]) -> tuple[str, str]:
+    return f"{min(figures):.0f}", f"{max(figures):.0f}"
+
+
+def shrinks() -> tuple[str, str]:
+    """By which factor presets of README's table shrink the cache."""
+    sizes = dict(model_tables._cache_gb())
+    full = sizes.pop("16-bit")
+    return ends([full / size for size in sizes.values()])
+
+
+def fits_of_choose() -> tuple[str, str]:
+    _, fit = lb.fits("Qwen/Qwen3-8B", 65536, "24GB", presets=["int8"])
+    return f"{fit.total / 1e9:.1f}", f"{fit.longest_context // 1000}"
+
+
+def gemma() -> tuple[str]:
+    full, packed = lb.fits("google/gemma-3-27b-it", 131072, "80GB", presets=["kivi-4-sink"])
+    return (f"{full.cache / packed.cache:.1f}",)
+
+
+def humaneval_error() -> tuple[str]:
+    """Of the solved items, for 16 bits."""
+    record = model_tables.newest_tasks()["dense"]["humaneval", None]
+    return (f"{(record['items'] * record['score'] * (1 - record['score'])) ** 0.5:.0f}",)
+
+
+def calibrations() -> tuple[str, ...]:
+    """Seconds and GB, of records of today's formats."""
+    records = [record for path in RESULTS.glob("calibrate-*.jsonl") for record in current_records(path)]
+    by_size = {(record["preset"], record["samples"], record.get("offload", False)): record for record in records}
+    usual, codebooks = by_size["eigen-2", 8, False], by_size["vecinfer-2", 256, False]
+    passes = usual["parts"]["reading"] + usual["parts"]["gradients"], usual["parts"]["fitting"]
+    seconds = codebooks["seconds"], usual["seconds"], *passes
+    growth = usual, by_size["eigen-2", 2, True], by_size["eigen-2", 2, False]
+    return *(f"{x:.0f}" for x in seconds), *(f"{record['growth'] / 1e9:.1f}" for record in growth)
+
+
+LARGE_BIASES = model_tables.MEASURED, model_tables.SMALL
+BIASES_KEPT = "int8", "int6", "kivi-4-sink", "k4v2-sink", "eigen-2", "eigen-3", "eigen-4"
+#: sentences with figures outside of the tables that `make results` writes, and what computes these figures
+SENTENCES = [
+    ("README.md", r"by a factor of (\d) to (\d)", shrinks),
+    ("docs/index.md", r"by a factor of (\d) to (\d)", shrinks),
+    ("docs/choose.md", r"takes ([\d.]+) GB in all, and up to (\d+)k tokens would fit", fits_of_choose),
+    ("docs/choose.md", r"keep (\d+) to (\d+) of 100 next tokens\. Two things", lambda: ends(kept(["kivi-4-sink"]))),
+    (
+        "docs/choose.md",
+        r"(\d+) of 100 next tokens as with 16 bits \(Qwen2.5-Coder-1.5B\), (\d+) \(0.5B\)",
+        lambda: tuple(f"{kept(['kivi-4-sink'], model, contexts=[4096])[0]:.0f}" for model in LARGE_BIASES),
+    ),
+    (
+        "docs/choose.md",
+        r"(\d+) of 100 with SmolLM2-135M in float32, (\d+) in bfloat16 with 4-bit weights",
+        lambda: (
+            next(
+                f"{100 * row.essays['top1']:.0f}" for row in bench_runs.accuracy_rows() if row.preset == "kivi-4-sink"
+            ),
+            f"{kept(['kivi-4-sink'], 'SmolLM2-135M-Instruct, Q4_1 weights')[0]:.0f}",
+        ),
+    ),
+    ("docs/choose.md", r"131,072 tokens is ([\d.]+) times smaller", gemma),
+    (
+        "docs/choose.md",
+        r"keep (\d+) to (\d+) of 100 next tokens of both Qwen models",
+        lambda: ends(kept(BIASES_KEPT, *LARGE_BIASES, contexts=[4096])),
+    ),
+    ("docs/choose.md", r"standard error of HumanEval is (\d+) items", humaneval_error),
+    (
+        "docs/choose.md",
+        r"has (\d+) times the KL of `kivi-2-sink` there, and `kitty-hadamard` (\d+) times",
+        lambda: (
+            ratio("kivi-2-hadamard-sink", "kivi-2-sink", "kl", model=model_tables.SMALL),
+            ratio("kitty-hadamard", "kitty", "kl", model=model_tables.SMALL),
+        ),
+    ),
+    (
+        "docs/choose.md",
+        r"`kivi-2-sink` has ([\d.]+) to ([\d.]+) times the KL divergence of `kivi-2` on the three",
+        lambda: (
+            ratio("kivi-2-sink", "kivi-2", "kl", 1),
+            ratio("kivi-2-sink", "kivi-2", "kl", 1, model_tables.SMALL),
+        ),
+    ),
+    (
+        "docs/choose.md",
+        r"times smaller: (\d+) on Qwen2.5-Coder-1.5B, (\d+) on 0.5B, (\d+) to (\d+) on SmolLM2",
+        lambda: (
+            ratio("k2v4-sink", "k4v2-sink", "kl"),
+            ratio("k2v4-sink", "k4v2-sink", "kl", model=model_tables.SMALL),
+            *small_ratios("k2v4-sink", "k4v2-sink"),
+        ),
+    ),
+    (
+        "docs/choose.md",
+        r"has ([\d.]+) times the KL divergence of `kivi-2-sink` on Qwen2.5-Coder-1.5B, and ([\d.]+) to ([\d.]+) times on",
+        lambda: (
+            ratio("kivi-2-hadamard-sink", "kivi-2-sink", "kl", 1),
+            *small_ratios("kivi-2-hadamard-sink", "kivi-2-sink", 1),
+        ),
+    ),
+    (
+        "docs/calibrate.md",
+        r"took (\d+) seconds for `vecinfer-2`, and an H100 (\d+) seconds .*: (\d+) for forward and backward passes, (\d+) for"
+        r" .* needed ([\d.]+) GB .* needed ([\d.]+) GB .* instead of ([\d.]+) GB",
+        calibrations,
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "sentence", "figures"), SENTENCES, ids=[f"{x[0]}-{x[1][:24]}" for x in SENTENCES])
+def test_the_figures_of_a_sentence_are_those_of_records_and_code(document, sentence, figures):
+    (shown,) = re.findall(sentence, " ".join(page(document).split()))
+    assert (shown if isinstance(shown, tuple) else (shown,)) == figures()
 
 
 @pytest.mark.parametrize("document", ["docs/dev/recording.md"])
@@ -88,7 +217,7 @@ def test_a_compiled_step_stands_beside_one_of_the_same_run(document):
         for cache, stated in (("kivi-2", packed), ("dense", dense)):
             measured = [
                 record["step_ms"]
-                for record in read_records(RESULTS / "generate-nvidia-h200.jsonl")
+                for record in current_records(RESULTS / "generate-nvidia-h200.jsonl")
                 if record["commit"].startswith(commit)
                 and (record["cache"], record["mode"], record["batch"], record["tokens"]) == (cache, "tuned", 1, 131072)
             ]
@@ -129,7 +258,7 @@ def test_the_decode_step_is_that_of_the_newest_records():
     """Compressed and not compressed in the same loop, and eager transformers."""
     newest = {
         (r["cache"], r["mode"]): r["step_ms"]
-        for r in read_records(RESULTS / "generate-nvidia-h200.jsonl")
+        for r in current_records(RESULTS / "generate-nvidia-h200.jsonl")
         if (r["batch"], r["tokens"]) == (8, 32768)
     }
     sentence = r"takes ([\d.]+) ms with `kivi-4-sink`, ([\d.]+) ms without compression, and ([\d.]+) ms in eager"
