@@ -14,7 +14,6 @@ from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
 from ..cache.native_layers import SLIDING
 from ..cache.token_counts import PoolLength
-from ..storage.paged_store import LayerStore
 from .row_pool import Row, RowPool
 
 
@@ -37,10 +36,10 @@ class SlotRange:
             #: the tensor that `begin_step` returns
             self._numbers = torch.zeros(3 + len(rings.ring_slots), rows, dtype=torch.long, device=steps_on)
         self._rings = rings.layers(slice(0, rows), self._numbers[2:] if steps_on is not None else None)
-        states, sliding = iter(pool.memory.states), iter(self._rings)
+        stores, sliding = iter(pool.memory.stores), iter(self._rings)
         self.cache = template.over(
             [
-                layer.over(LayerStore(next(states).rows(slice(0, rows)), layer.spec), self._length)
+                layer.over(next(stores).rows(slice(0, rows)), self._length)
                 if isinstance(layer, LowBitLayer)
                 else next(sliding)
                 if isinstance(layer, SLIDING)
@@ -52,9 +51,9 @@ class SlotRange:
     def place(self, slot: int) -> None:
         """Use the slots from this one on."""
         slots = slice(slot, slot + self._rows)
-        for layer, state in zip(self.cache.packed_layers, self._pool.memory.states, strict=True):
+        for layer, store in zip(self.cache.packed_layers, self._pool.memory.stores, strict=True):
             assert layer.store is not None
-            layer.store.state = state.rows(slots)
+            layer.store.state = store.state.rows(slots)
         for ring, there in zip(self._rings, self._pool.memory.rings.layers(slots), strict=True):
             ring.keys, ring.values = there.keys, there.values
 
