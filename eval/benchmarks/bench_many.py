@@ -40,6 +40,7 @@ from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.memory_budget import pool_size
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
+from hf_lowbit_kv.storage.paged_store import WINDOWS
 
 PARTS = ("steps", "ragged", "many", "static", "packed", "peer")
 ROWS = (1, 7, 33, 64)
@@ -268,8 +269,8 @@ def row_bytes_of(model: Any, preset: str) -> Any:
     layers = stored_layers(template)
 
     def row_bytes(tokens: int) -> int:
-        pages = sum(layer.page_bytes * layer.spec.pages_for(tokens) for layer in layers)
-        return pages + sum(layer.window_bytes for layer in layers)
+        pages = sum(layer.num_heads * layer.page_bytes * layer.spec.pages_for(tokens) for layer in layers)
+        return pages + sum(layer.row_bytes(*WINDOWS) for layer in layers)
 
     return row_bytes
 

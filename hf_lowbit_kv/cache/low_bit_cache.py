@@ -53,7 +53,7 @@ from .pass_guard import PassGuard
 from .served_models import check_attention_kind, check_split_heads, text_config, tp_size, unwrap
 from .spoiled_keys import warn_of_spoiled_keys
 from .text_facts import TextFacts
-from .token_counts import Seen
+from .token_counts import DeviceLength, Seen
 
 
 class LowBitCache(Cache, PushToHubMixin):
@@ -239,7 +239,7 @@ class LowBitCache(Cache, PushToHubMixin):
             OverrunError: tokens are lost. `reset()` makes the cache usable again.
         """
         layer: Any = self.layers[self._least_room_index]
-        if layer.store is not None and layer.length.fixed:
+        if layer.store is not None and isinstance(layer.length, DeviceLength):
             self._overrun.check(layer.store.state.lost, layer.length.capacity, wait)
 
     # ---- methods that transformers calls --------------------------------------------------------------------------
@@ -565,6 +565,14 @@ class LowBitCache(Cache, PushToHubMixin):
             del memo[id(self.config)]  # other objects in the copy are not shared
         return new
 
+    def over(self, layers: list[Any]) -> LowBitCache:
+        """A cache for the same model with these layers, whose rows are those of a pool (`LowBitLayer.over`)."""
+        new = copy.copy(self)
+        new.layers, new.guard, new.facts = layers, copy.copy(self.guard), self.facts.fork()
+        for layer in new.packed_layers:
+            layer.guard, layer.facts = new.guard, new.facts
+        return new
+
     @property
     def nbytes(self) -> CacheBytes:
         """Bytes allocated, by kind. Reads lengths from the device; raises like `check_overrun`."""
@@ -633,7 +641,7 @@ class LowBitCache(Cache, PushToHubMixin):
         """At the beginning of a pass, note the model that fills an empty cache, or raise if another model continues a
         prompt."""
         first = self._first_packed_layer
-        if not first.first_packed:  # the pool knows which texts its rows hold
+        if first.length.of_pool:
             return
         filled_by = self.facts.filled_by
         if first.length.at_least == 0 or filled_by is None:

@@ -15,7 +15,7 @@ from ..backends import choice
 from ..backends import operations as ops
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
-from ..storage.paged_store import PagedStore
+from ..storage.paged_store import LayerStore, PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.row_memory import RowMemory, fork_stores
 from ..storage.step import StepInputs
@@ -26,7 +26,7 @@ from .implementation import ATTENTION_NAME, PACKED, refuse_backward
 from .layer_view import LayerView
 from .pass_guard import PassGuard
 from .text_facts import TextFacts
-from .token_counts import DeviceLength, Length, Padding, Seen, fork_lengths
+from .token_counts import DeviceLength, Length, Padding, PoolLength, Seen, fork_lengths
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
 Contents = tuple[PagedStore | None, Length]
@@ -82,6 +82,8 @@ class LowBitLayer(CacheLayerMixin):
     first_packed = False
     #: indices of the first and the last layer that attends to the tokens of a pass; `None`: only this layer
     readers: tuple[int, int] | None = None
+    #: rows of the decode steps that may follow a prompt, each number once; `None`: as many as the prompt has
+    step_rows: Sequence[int] | None = None
     #: masks of the new tokens, kept for later layers that attend to them: padding, and allowed pairs (see `prefill`)
     new_token_masks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     # `_forget` sets and describes these
@@ -329,6 +331,13 @@ class LowBitLayer(CacheLayerMixin):
         new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
         return new
 
+    def over(self, store: LayerStore, length: PoolLength) -> LowBitLayer:
+        """The same layer over rows of a pool, which have the length that the pool sets."""
+        new: Any = copy.copy(self)
+        new.store, new.batch_size, new.length, new.memories, new.step_rows = store, store.batch_size, length, {}, ()
+        new._forget()
+        return new
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitLayer:
         ((contents,),) = contents_of_forks([self], self.length.capacity)
         return self.fork(contents, memo)
@@ -340,18 +349,21 @@ class LowBitLayer(CacheLayerMixin):
 
     def check_positions(self, queries: torch.Tensor, position_ids: Any, mask: torch.Tensor | None) -> None:
         """`PassGuard.check_text`, once a pass. queries: `[B, Hq, S, D]`."""
-        if self.first_packed and not torch.compiler.is_compiling():
+        if self._checks_passes():
             self.guard.check_text(self, queries.shape[2], position_ids, mask)
 
     def check_module(self, module: torch.nn.Module, tokens: int) -> None:
         """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and
         has other weights. Waits for the device then."""
-        if not self.first_packed or torch.compiler.is_compiling() or (filled_by := self.facts.filled_by) is None:
+        if not self._checks_passes() or (filled_by := self.facts.filled_by) is None:
             return
         if self.length.at_least == 0:
             self.facts.filled_by = filled_by.running_on(module)
         elif tokens > 1 and (reason := filled_by.why_not(module)) is not None:
             raise ValueError(another_model(reason))
+
+    def _checks_passes(self) -> bool:
+        return self.first_packed and not self.length.of_pool and not torch.compiler.is_compiling()
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, n, Hq, D]`."""
@@ -394,7 +406,12 @@ class LowBitLayer(CacheLayerMixin):
     def _expect_steps(self, inputs: StepInputs) -> None:
         """Start compiling the decode kernels while the prompt is prefilled."""
         assert self.store is not None
-        ops.expect_steps(inputs, self.store, self.backend, inputs.mask is not None or GENERATE_KEEPS_MASKS)
+        if self.step_rows is None:
+            ops.expect_steps(inputs, self.store, self.backend, inputs.mask is not None or GENERATE_KEEPS_MASKS)
+            return
+        for rows in self.step_rows:
+            ops.expect_steps(inputs.first_token(rows), self.store, self.backend, masked=True)
+        self.step_rows = ()
 
     def accepts_noncausal_prompt(self) -> bool:
         """Whether the layer accepts a non-causal prompt: it is empty and stores keys and values."""
@@ -452,6 +469,8 @@ class LowBitLayer(CacheLayerMixin):
 
     def _note_tail(self, tokens: int, mask: torch.Tensor | None) -> None:
         """Keep the numbers that `crop` needs, so that it need not ask the device."""
+        if self.length.of_pool:
+            return
         if mask is None:
             self._in_tail += tokens
         else:  # a row may have got none of these tokens, if they were padding

@@ -1,7 +1,8 @@
 """How many tokens a layer has seen and can hold, and which positions were padding.
 
 A growing layer counts in Python (`Length`). A preallocated layer counts on the device, because compiled and recorded steps
-advance the count there (`DeviceLength`). Python then knows only a lower bound, `at_least`. Both have the same interface.
+advance the count there (`DeviceLength`). Python then knows only a lower bound, `at_least`. A pool counts its rows itself
+(`PoolLength`). All have the same interface.
 """
 
 from __future__ import annotations
@@ -142,19 +143,18 @@ def _put_together(noted: list[Noted]) -> list[Noted]:
 
 
 class Length:
-    """A count in Python: for growing layers, and for pools of rows, which know the lengths of their rows.
+    """A count in Python, for growing layers."""
 
-    Args:
-        capacity: tokens that a row can hold; `None`: there is no bound.
-    """
-
+    #: whether a pool counts the rows, and knows which texts they hold
+    of_pool = False
+    #: tokens that a row can hold; `None`: there is no bound
+    capacity: int | None = None
     #: tokens seen, padding included: a number, or a tensor int64 `[]` on the layer's device
     seen: int | torch.Tensor
     #: lower bound of `seen`, known in Python
     at_least: int
 
-    def __init__(self, capacity: int | None = None):
-        self.capacity = capacity
+    def __init__(self) -> None:
         self.seen = self.at_least = 0
 
     @property
@@ -253,6 +253,20 @@ class DeviceLength(Length):
             raise ValueError(
                 f"max_cache_len={self.capacity} is too small: the cache holds {self.at_least} tokens and got {tokens} more"
             )
+
+
+class PoolLength(Length):
+    """The length of rows of a pool. The pool sets it before each pass, sees to the rows' room, and crops no row. If rows
+    differ in length, any of their lengths is correct."""
+
+    of_pool = True
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+
+    def add(self, tokens: int) -> None:
+        """Counts nothing: layers share this object."""
 
 
 @torch.inference_mode(False)

@@ -10,8 +10,9 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..generation.prefill import GpuMemory
+from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, LayerStore
 from .ring_memory import RingShape
-from .slot_memory import TABLE_STEP, StoredLayer
+from .slot_memory import TABLE_STEP
 
 #: default for the share of the free memory that a pool takes
 USABLE = 0.9
@@ -43,33 +44,29 @@ def free_memory(device: torch.device) -> int:
     return 4 * 2**30  # this machine does not say how much memory is free
 
 
-def slot_bytes(layers: Sequence[StoredLayer], sinks: bool) -> int:
+def slot_bytes(layers: Sequence[LayerStore], sinks: bool) -> int:
     """Bytes of a slot without its page table: window and counters. sinks: add one more sink, for a kept prefix."""
     total = 0
     for layer in layers:
-        sink = layer.heads * sum(layer.head_dims) * layer.spec.sink * layer.dtype.itemsize
-        total += layer.window_bytes + layer.counter_bytes + (sink if sinks else 0)
+        total += layer.row_bytes(*WINDOWS, *COUNTERS) + layer.num_heads * SCRATCH * torch.int32.itemsize
+        total += layer.row_bytes("sink_k", "sink_v") if sinks else 0
     return total
 
 
-def _token_bytes(layers: Sequence[StoredLayer]) -> float:
-    return sum(layer.page_bytes / layer.spec.page_size for layer in layers)
-
-
-def _rounded(layers: Sequence[StoredLayer], tokens: int) -> int:
+def _rounded(layers: Sequence[LayerStore], tokens: int) -> int:
     """Tokens of the pages that a row of this many tokens takes."""
     return max(max(layer.spec.pages_for(tokens), 1) * layer.spec.page_size for layer in layers)
 
 
-def _table_bytes(layers: Sequence[StoredLayer], max_length: int) -> int:
+def _table_bytes(layers: Sequence[LayerStore], max_length: int) -> int:
     """Bytes of a slot's page tables. An entry is a page's number, and an address in each layer."""
-    numbers = {(layer.paging, layer.device): layer.spec for layer in layers}
+    numbers = {(layer.spec.paging, layer.device): layer.spec for layer in layers}
     sizes = [*((4, spec) for spec in numbers.values()), *((8, layer.spec) for layer in layers)]
     return sum(size * (spec.pages_for(max_length) + TABLE_STEP) for size, spec in sizes)
 
 
 def pool_size(
-    layers: Sequence[StoredLayer],
+    layers: Sequence[LayerStore],
     memory: int,
     limits: Sequence[int] | None,
     longest: int | None,
@@ -92,7 +89,7 @@ def pool_size(
     Raises:
         ValueError: there is no room for the window and a page of a single row.
     """
-    each = _token_bytes(layers)
+    each = sum(layer.token_bytes for layer in layers)
     page = max(layer.spec.page_size for layer in layers)
     # about the longest row for any division of the memory; every slot has a page table of this length
     possible = int(max(memory - slot_bytes(layers, sinks), 0) / each)
@@ -125,7 +122,7 @@ def pool_size(
     return PoolSize(slots, max(min(tokens_beside(slots), sum(needs[:slots])), page), max_length)
 
 
-def _room(layers: Sequence[StoredLayer], tokens: int) -> int:
+def _room(layers: Sequence[LayerStore], tokens: int) -> int:
     """Tokens that a row can hold if it has all pages of a pool for `tokens` tokens."""
     return min(layer.spec.room(tokens // layer.spec.page_size) for layer in layers)
 

@@ -24,13 +24,13 @@ from ..cache.native_layers import SLIDING
 from ..generation import recording
 from ..generation.fusing import MAX_FUSED_ROWS, compile_ahead, compiling
 from ..generation.kept_caches import kept_caches
+from ..storage.paged_store import LayerStore
 from .memory_budget import USABLE, activation_bytes, free_memory, pool_size
 from .pool_models import longest_row
-from .pooled_cache import PooledCache
 from .ring_memory import ring_shapes
 from .row_pool import Row, RowPool
 from .shared_prefixes import SharedPrefixes
-from .slot_memory import StoredLayer
+from .slot_range import SlotRange
 
 #: steps of fewer rows that run with the recording of more rows, before they get their own recording. Recording takes as
 #: long as a few hundred steps, and saves little per step
@@ -61,9 +61,9 @@ def read_once(model: Any, cache: LowBitCache, tokens: int) -> None:
     model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(cache))
 
 
-def stored_layers(cache: LowBitCache) -> list[StoredLayer]:
-    """What the layers of a cache store. The cache must have read tokens."""
-    return [StoredLayer.of(layer) for layer in cache.packed_layers]
+def stored_layers(cache: LowBitCache) -> list[LayerStore]:
+    """Stores with the sizes and parameters of a cache's layers. The cache must have read tokens."""
+    return [layer.store.without_rows() for layer in cache.packed_layers if layer.store is not None]
 
 
 class PoolSteps:
@@ -79,11 +79,11 @@ class PoolSteps:
     def __init__(self, model: Any, template: LowBitCache, pool: RowPool, record: bool = True):
         self.model, self.pool, self.template = model, pool, template
         self.device = model.device
-        self._chunk = PooledCache(template, pool, 1)
+        self._chunk = SlotRange(template, pool, 1)
         if record and self.device.type == "cuda":
             self._chunk.expect_steps(padded_rows(pool.slots))
             compile_ahead(model, pool.slots)
-        self._batches: dict[int, PooledCache] = {}
+        self._batches: dict[int, SlotRange] = {}
         self._make_graph = recording.graphs_for(self.device) if record else None
         self._recorders: dict[int, recording.Recorder] = {}
         self._steps: dict[int, recording.RecordedStep] = {}
@@ -118,8 +118,8 @@ class PoolSteps:
     def begin(self) -> None:
         """Prepare for a model that may have changed: recordings are compared with it before their next use."""
         self._steps.clear()
-        for cache in self._batches.values():
-            cache.get_mask_sizes(1, 0)  # MLA layers check whether weights have changed
+        for batch in self._batches.values():
+            batch.cache.get_mask_sizes(1, 0)  # MLA layers check whether weights have changed
 
     def leave(self, row: Row) -> None:
         """The row leaves the pool."""
@@ -128,12 +128,12 @@ class PoolSteps:
             self.newest[slot] = self.newest[len(self.pool.rows)]
             assert moved.slot == slot
 
-    def as_cache(self, row: Row) -> PooledCache:
+    def as_cache(self, row: Row) -> LowBitCache:
         """The row as a cache of one row, valid until the next chunk is prefilled."""
         self.pool.flush()
         self._chunk.place(row.slot)
         self._chunk.begin(row.length)
-        return self._chunk
+        return self._chunk.cache
 
     @torch.no_grad()
     def prefill(self, row: Row, ids: torch.Tensor) -> torch.Tensor:
@@ -147,12 +147,10 @@ class PoolSteps:
         """
         tokens = len(ids)
         self.pool.extend(row, tokens)
-        self.pool.flush()
-        self._chunk.place(row.slot)
-        self._chunk.begin(row.length)
+        cache = self.as_cache(row)
         positions = torch.arange(row.length, row.length + tokens, device=self.device)[None]
         ids = ids.to(self.device, non_blocking=True)[None]
-        out = self.model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(self._chunk))
+        out = self.model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(cache))
         row.length += tokens
         return out.logits[0, -1]
 
@@ -164,8 +162,8 @@ class PoolSteps:
             logits of the next tokens by slot, `[padded rows, vocabulary]`; those of other slots are meaningless.
         """
         padded = self._padded(len(self.pool.rows))
-        cache = self._batch(padded)
-        numbers = cache.begin_step(rows)
+        batch = self._batch(padded)
+        numbers = batch.begin_step(rows)
         for row in rows:
             self.pool.extend(row, 1)
             row.length += 1
@@ -175,7 +173,7 @@ class PoolSteps:
             "position_ids": numbers[0][:, None],
             "attention_mask": numbers[1][:, None],
             "use_cache": True,
-            **as_argument(cache),
+            **as_argument(batch.cache),
         }
         self.taken += 1
         step = self._step(padded)
@@ -193,9 +191,9 @@ class PoolSteps:
         self._served[sizes[0]] += 1
         return sizes[0] if self._served[sizes[0]] > PATIENCE and not compiling(self.model) else recorded[0]
 
-    def _batch(self, rows: int) -> PooledCache:
+    def _batch(self, rows: int) -> SlotRange:
         if rows not in self._batches:
-            self._batches[rows] = PooledCache(self.template, self.pool, rows, self.device)
+            self._batches[rows] = SlotRange(self.template, self.pool, rows, self.device)
         return self._batches[rows]
 
     def _step(self, rows: int) -> recording.RecordedStep | None:
@@ -211,9 +209,8 @@ class PoolSteps:
         """Free the memory of the pool and of recorded steps, even if something still refers to this object."""
         self._steps.clear()
         self._recorders.clear()
-        for cache in (self._chunk, *self._batches.values()):
-            for layer in cache.packed_layers:
-                layer.store = None
+        for slots in (self._chunk, *self._batches.values()):
+            slots.free()
         self._batches.clear()
         self.pool.free()
 

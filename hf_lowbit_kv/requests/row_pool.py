@@ -21,8 +21,9 @@ import torch
 from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PagePool, Slab, locate
-from .ring_memory import RingMemory, RingShape
-from .slot_memory import TABLE_STEP, Pair, SlotMemory, StoredLayer
+from ..storage.paged_store import LayerStore
+from .ring_memory import RingShape
+from .slot_memory import Pair, SlotMemory
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class RowPool:
     """Assigns slots and pages to rows. Never waits for the device.
 
     Args:
-        layers: all packed layers of a model.
+        layers: of all packed layers of a model, a store with their sizes and parameters.
         slots: largest number of rows at once.
         tokens: tokens for which there are pages, all rows together.
         max_length: largest number of tokens of a single row.
@@ -76,21 +77,16 @@ class RowPool:
 
     def __init__(
         self,
-        layers: Sequence[StoredLayer],
+        layers: Sequence[LayerStore],
         slots: int,
         tokens: int,
         max_length: int,
         rings: Sequence[RingShape] = (),
     ):
-        self.layers, self.slots, self.max_length = list(layers), slots, max_length
-        self._specs: dict[Hashable, LayerSpec] = {layer.paging: layer.spec for layer in self.layers}
-        pages = {paging: max(-(-tokens // spec.page_size), 1) for paging, spec in self._specs.items()}
-        entries = {
-            paging: -(-max(spec.pages_for(max_length), 1) // TABLE_STEP) * TABLE_STEP
-            for paging, spec in self._specs.items()
-        }
-        self.memory = SlotMemory(self.layers, slots, pages, entries, RingMemory(rings, slots, max_length))
-        self.page_pools = {paging: PagePool(count) for paging, count in pages.items()}
+        self.slots, self.max_length = slots, max_length
+        self._specs: dict[Hashable, LayerSpec] = {layer.spec.paging: layer.spec for layer in layers}
+        self.memory = SlotMemory(layers, slots, tokens, max_length, rings)
+        self.page_pools = {group.paging: PagePool(group.pages.shape[1]) for group in self.memory.groups}
         self.rows: list[Row] = []
         self._due: dict[Hashable, list[tuple[int, int, int]]] = {paging: [] for paging in self._specs}
 
@@ -277,7 +273,7 @@ class RowPool:
             parts: for each layer, in order, the prompt's contents (one row). Layers with the same paging have the same tables.
             rings: see `Prefix`.
         """
-        parts = [part.to(layer.device) for part, layer in zip(parts, self.layers, strict=True)]
+        parts = [part.to(layer.device) for part, layer in zip(parts, self.memory.stores, strict=True)]
         pages: dict[Hashable, list[int]] = {}
         paged: dict[Hashable, int] = {}
         opened: dict[Hashable, list[torch.Tensor]] = {}
@@ -300,16 +296,16 @@ class RowPool:
 
     def _in_layout(self, index: int, part: LayerContents, slab: int, pages: slice = slice(None)) -> torch.Tensor:
         """A slab of a layer, or pages of it, in the layout of the pool."""
-        return part._replace(slabs=[part.slabs[slab][pages]]).in_layout_of(self.layers[index].spec).slabs[0]
+        return part._replace(slabs=[part.slabs[slab][pages]]).in_layout_of(self.memory.stores[index].spec).slabs[0]
 
     def _attach(self, indices: list[int], parts: Sequence[LayerContents], number: int) -> int:
         """Attach a slab, unless it is attached. Returns the number of its first page."""
-        paging, tokens = self.layers[indices[0]].paging, parts[indices[0]]
+        stores, tokens = self.memory.stores, parts[indices[0]]
         slab = Slab(len(tokens.slabs[number])) if tokens.shared is None else tokens.shared[number]
-        pages = self.page_pools[paging]
+        pages = self.page_pools[paging := stores[indices[0]].spec.paging]
         if slab in pages.acquired:
             return pages.first_page(pages.slabs.index(slab))
-        alike = all(parts[i].spec == self.layers[i].spec for i in indices)
+        alike = all(parts[i].spec == stores[i].spec for i in indices)
         memory = [parts[i].slabs[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
         index = pages.attach(slab)
         self.memory.attach(paging, index, memory)
@@ -318,7 +314,8 @@ class RowPool:
     def idle_bytes(self, more_than: float) -> int:
         """Bytes of attached slabs that no row reads; 0 if all attached slabs together have at most `more_than` bytes."""
         sizes = {
-            paging: sum(self.layers[i].page_bytes for i in self.memory.layers_of(paging)) for paging in self._specs
+            paging: sum(group.pages[:, 0].nbytes for group in self.memory.groups if group.paging == paging)
+            for paging in self._specs
         }
         attached = [(slab, paging) for paging, pages in self.page_pools.items() for slab in pages.attached]
         if sum(len(slab) * sizes[paging] for slab, paging in attached) <= more_than:
@@ -341,7 +338,7 @@ class RowPool:
         """Free all memory. The pool cannot be used afterwards."""
         self.page_pools.clear()
         self.memory.groups.clear()
-        self.memory.states.clear()
+        self.memory.stores.clear()
         self.memory.tables.clear()
         self.memory.rings.clear()
         self.rows.clear()

@@ -11,75 +11,33 @@ slab. The pool's own tensors keep their addresses.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..cache.low_bit_layer import LowBitLayer
-from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import locate, upload
-from ..storage.paged_store import SCRATCH, LayerState
-from .ring_memory import RingMemory
+from ..storage.page_pool import upload
+from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, LayerStore
+from ..storage.row_memory import page_addresses
+from .ring_memory import RingMemory, RingShape
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 #: entries of a page table are a multiple of this, so that every slot's part of it begins at a multiple of 16 bytes
 TABLE_STEP = 4
 
 
-class StoredLayer(NamedTuple):
-    """The spec and the sizes of one layer."""
-
-    spec: LayerSpec
-    """as its backend stores it"""
-    heads: int
-    """KV heads of this process"""
-    head_dims: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    records: list[torch.Tensor]
-    """as `LayerState.parameters`"""
-
-    @classmethod
-    def of(cls, layer: LowBitLayer) -> StoredLayer:
-        """The spec and the sizes of a layer that has read some tokens."""
-        store = layer.store
-        assert store is not None, "the layer has read no token"
-        sizes = store.num_heads, (store.head_dim_k, store.head_dim_v), store.dtype, store.device
-        return cls(layer.spec, *sizes, store.state.parameters)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page, for all KV heads."""
-        return self.heads * sum(self.spec.part_bytes(*self.head_dims, self.dtype))
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of a row's sink and tail."""
-        return self.heads * sum(self.head_dims) * (self.spec.sink + self.spec.tail_size) * self.dtype.itemsize
-
-    @property
-    def counter_bytes(self) -> int:
-        """Bytes of a row's counters."""
-        return 4 * self.heads * (3 + SCRATCH)
-
-    @property
-    def paging(self) -> Hashable:
-        return self.spec.paging
-
-
 @dataclass
 class _Group:
     """Layers of one shape, in one tensor each; the first dimension is the layer."""
 
-    windows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    """sink_k, sink_v, tail_k, tail_v: `[layers, slots, heads, tokens, head_dim]`"""
+    windows: list[torch.Tensor]
+    """`WINDOWS`, `[layers, slots, heads, tokens, head_dim]` each"""
     pages: torch.Tensor
     """uint8 `[layers, pages, heads, page_bytes]`"""
     counters: torch.Tensor
-    """int32 `[3, layers, slots, heads]`: length, paged, lost"""
+    """`COUNTERS`, int32 `[3, layers, slots, heads]`"""
     addresses: torch.Tensor
     """int64 `[layers, slots, entries]`: the layers' `page_address`"""
     layers: list[int]
@@ -90,79 +48,56 @@ class SlotMemory:
     """Allocates memory and computes addresses. The assignment of slots and pages to rows is elsewhere (`RowPool`).
 
     Args:
-        layers: in the order of the model.
+        layers: in the order of the model, stores with their sizes and parameters.
         slots: number of rows.
-        pages: number of pages, by paging (`LayerSpec.paging`).
-        entries: largest number of pages of a single row, by paging.
-        rings: the rings of the slots.
+        tokens: tokens for which there are pages.
+        max_length: largest number of tokens of a single row.
+        rings: of the sliding layers, in order.
     """
 
     @torch.inference_mode(False)
     def __init__(
-        self,
-        layers: Iterable[StoredLayer],
-        slots: int,
-        pages: dict[Hashable, int],
-        entries: dict[Hashable, int],
-        rings: RingMemory,
+        self, layers: Sequence[LayerStore], slots: int, tokens: int, max_length: int, rings: Sequence[RingShape]
     ):
-        self.layers, self.slots, self.rings = list(layers), slots, rings
-        shapes: dict[Hashable, list[int]] = defaultdict(list)
-        for index, layer in enumerate(self.layers):
-            shapes[(layer.paging, layer.page_bytes, *layer[1:5])].append(index)
-        self.groups: list[_Group] = []
+        self.slots, self.rings = slots, RingMemory(rings, slots, max_length)
+        alike: dict[Hashable, list[int]] = defaultdict(list)
+        for index, layer in enumerate(layers):
+            sizes = layer.page_bytes, layer.num_heads, layer.state.head_dims, layer.dtype, layer.device
+            alike[(layer.spec.paging, *sizes)].append(index)
+        self.groups = [self._group(layers[of[0]], of, tokens, max_length) for of in alike.values()]
         #: by paging and device, int32 `[slots, entries]`: the layers' `page_table`
         self.tables: dict[tuple[Hashable, torch.device], torch.Tensor] = {}
         scratch: dict[torch.device, torch.Tensor] = {}
-        states: dict[int, LayerState] = {}
-        for layer in self.layers:
-            count = slots * layer.heads * SCRATCH + 1
-            if layer.device not in scratch or scratch[layer.device].numel() < count:
-                scratch[layer.device] = torch.zeros(count, dtype=torch.int32, device=layer.device)
-        for indices in shapes.values():
-            first = self.layers[indices[0]]
-            group = self._group(first, indices, pages[first.paging], entries[first.paging])
-            if (first.paging, first.device) not in self.tables:
-                table = torch.zeros(slots, entries[first.paging], dtype=torch.int32, device=first.device)
-                self.tables[first.paging, first.device] = table
-            self.groups.append(group)
-            for place, index in enumerate(indices):
-                sink_k, sink_v, tail_k, tail_v = (window[place] for window in group.windows)
-                length, paged, lost = group.counters[:, place]
-                states[index] = LayerState(
-                    [group.pages[place]],
-                    self.tables[first.paging, first.device],
-                    group.addresses[place],
-                    sink_k,
-                    sink_v,
-                    tail_k,
-                    tail_v,
-                    length,
-                    paged,
-                    lost,
-                    scratch[first.device],
-                    self.layers[index].records,
-                )
-        #: for each layer, in order: the state of all slots
-        self.states = [states[index] for index in range(len(self.layers))]
+        for layer in sorted(layers, key=lambda layer: layer.num_heads):  # the last one needs most
+            scratch[layer.device] = layer.state.length.new_zeros(slots * layer.num_heads * SCRATCH + 1)
+        stores: dict[int, LayerStore] = {}
+        for group in self.groups:
+            device = group.pages.device
+            if (group.paging, device) not in self.tables:
+                self.tables[group.paging, device] = torch.zeros_like(group.addresses[0], dtype=torch.int32)
+            for place, index in enumerate(group.layers):
+                of_rows: dict[str, Any] = {
+                    "page_table": self.tables[group.paging, device],
+                    "page_address": group.addresses[place],
+                    **{name: window[place] for name, window in zip(WINDOWS, group.windows, strict=True)},
+                    **dict(zip(COUNTERS, group.counters[:, place], strict=True)),
+                }
+                state = layers[index].state._replace(pool=[group.pages[place]], scratch=scratch[device], **of_rows)
+                stores[index] = LayerStore(state, layers[index].spec)
+        #: for each layer, in order: a store of all slots
+        self.stores = [stores[index] for index in range(len(layers))]
 
-    def _group(self, like: StoredLayer, indices: list[int], pages: int, entries: int) -> _Group:
-        spec, device, count = like.spec, like.device, len(indices)
-
-        def window(tokens: int, head_dim: int) -> torch.Tensor:
-            return torch.zeros(count, self.slots, like.heads, tokens, head_dim, dtype=like.dtype, device=device)
-
-        windows = (
-            window(spec.sink, like.head_dims[0]),
-            window(spec.sink, like.head_dims[1]),
-            window(spec.tail_size, like.head_dims[0]),
-            window(spec.tail_size, like.head_dims[1]),
-        )
-        per_head = like.page_bytes // like.heads
-        slab = torch.zeros(count, pages, like.heads, per_head, dtype=torch.uint8, device=device)
-        counters = torch.zeros(3, count, self.slots, like.heads, dtype=torch.int32, device=device)
-        addresses = torch.zeros(count, self.slots, entries, dtype=torch.int64, device=device)
-        return _Group(windows, slab, counters, addresses, indices, like.paging)
+    def _group(self, like: LayerStore, layers: list[int], tokens: int, max_length: int) -> _Group:
+        spec, device, rows = like.spec, like.device, (len(layers), self.slots)
+        windows = [
+            torch.zeros(*rows, *x.shape[1:], dtype=x.dtype, device=device)
+            for x in (getattr(like.state, name) for name in WINDOWS)
+        ]
+        pages, entries = max(-(-tokens // spec.page_size), 1), max(spec.pages_for(max_length), 1)
+        slab = torch.zeros(len(layers), pages, like.num_heads, like.page_bytes, dtype=torch.uint8, device=device)
+        counters = torch.zeros(len(COUNTERS), *rows, like.num_heads, dtype=torch.int32, device=device)
+        addresses = torch.zeros(*rows, -(-entries // TABLE_STEP) * TABLE_STEP, dtype=torch.int64, device=device)
+        return _Group(windows, slab, counters, addresses, layers, spec.paging)
 
     # ---- slabs of others -----------------------------------------------------------------------------------------
 
@@ -176,17 +111,17 @@ class SlotMemory:
                 layout.
         """
         for index, slab in zip(self.layers_of(paging), slabs, strict=True):
-            self.states[index].pool[place : place + 1] = [slab]  # views of the state have the same list
+            self.stores[index].state.pool[place : place + 1] = [slab]  # views of the state have the same list
 
     def detach(self, paging: Hashable, place: int) -> None:
         """Drop an attached slab that no row uses. Its page numbers stay reserved, without memory. Tables of empty slots may
         still contain them, but nothing reads those tables."""
         for index in self.layers_of(paging):
-            pool = self.states[index].pool
+            pool = self.stores[index].state.pool
             pool[place] = pool[0][:1].expand(len(pool[place]), -1, -1)
 
     def layers_of(self, paging: Hashable) -> list[int]:
-        return [index for index, layer in enumerate(self.layers) if layer.paging == paging]
+        return [index for index, store in enumerate(self.stores) if store.spec.paging == paging]
 
     def _groups_of(self, paging: Hashable) -> list[_Group]:
         return [group for group in self.groups if group.paging == paging]
@@ -217,7 +152,7 @@ class SlotMemory:
     def write_page(self, paging: Hashable, page: int, contents: Sequence[torch.Tensor]) -> None:
         """Fill a page of the pool. contents: for each layer of this paging, in order, uint8 `[heads, page_bytes]`."""
         for index, content in zip(self.layers_of(paging), contents, strict=True):
-            self.states[index].pool[0][page] = content
+            self.stores[index].state.pool[0][page] = content
 
     def empty(self, slot: int) -> None:
         """Empty the slot. A row of length 0 attends to nothing, so its window and table need no reset."""
@@ -227,23 +162,16 @@ class SlotMemory:
     def write_table(self, paging: Hashable, entries: list[tuple[int, int, int]]) -> None:
         """Write entries of page tables. entries: (slot, index in the slot's table, page number)."""
         numbers = np.array(entries, dtype=np.int64).T
-        slab, place = locate(self.states[self.layers_of(paging)[0]].pool, numbers[2])
         for device in {group.pages.device for group in self._groups_of(paging)}:
             groups = [group for group in self._groups_of(paging) if group.pages.device == device]
-            addresses = [self._addresses(group, slab, place) for group in groups]
-            uploaded = upload(np.concatenate([numbers, *addresses]), device)
+            pools = [self.stores[index].state.pool for group in groups for index in group.layers]
+            uploaded = upload(np.concatenate([numbers, page_addresses(pools, numbers[2])]), device)
             slots, columns, pages = uploaded[:3]
             self.tables[paging, device][slots, columns] = pages.to(torch.int32)
-            for group, of_group in zip(groups, uploaded[3:].split([*map(len, addresses)]), strict=True):
+            for group, of_group in zip(
+                groups, uploaded[3:].split([len(group.layers) for group in groups]), strict=True
+            ):
                 group.addresses[:, slots, columns] = of_group
-
-    def _addresses(self, group: _Group, slab: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """int64 `[layers, n]`: where these pages start, in bytes from the start of the layer's own slab."""
-        starts = np.zeros((len(group.layers), slab.max() + 1), dtype=np.int64)
-        pools = [self.states[index].pool for index in group.layers]
-        for number in {*slab.tolist()} - {0}:
-            starts[:, number] = [pool[number].data_ptr() - pool[0].data_ptr() for pool in pools]
-        return starts[:, slab] + place * self.layers[group.layers[0]].page_bytes
 
     def sinks(self, slot: int) -> list[Pair]:
         """Copies of a row's sink, by group: `[layers, heads, sink, head_dim]` for keys and for values."""
@@ -276,7 +204,7 @@ class SlotMemory:
     def nbytes(self) -> int:
         """Bytes that the pool has allocated, without the layers' parameters and attached slabs, which have other owners."""
         sizes = {}
-        for state in self.states:
+        for state in (store.state for store in self.stores):
             for tensor in state._replace(parameters=[], pool=state.pool[:1]).tensors():
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr(), tensor.device] = storage.nbytes()

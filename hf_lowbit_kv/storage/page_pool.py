@@ -289,12 +289,6 @@ class PagePool(PageUser):
         """Number of free pages of the pool."""
         return self.count - int(np.count_nonzero(self.slabs[0].references))
 
-    def references(self, page: int) -> int:
-        """How many references of rows and prefixes a page has."""
-        slab, index = locate(self.slabs, np.array(page))
-        counts = self.acquired.get(self.slabs[slab])
-        return 0 if counts is None else int(counts[index])
-
     def take(self, pages: int) -> list[int]:
         """Take free pages; they have one reference then. Raises `IndexError` if there are too few."""
         with _lock:
@@ -329,10 +323,6 @@ class PagePool(PageUser):
     def first_page(self, index: int) -> int:
         """The number of the first page of slab `index`."""
         return sum(map(len, self.slabs[:index]))
-
-    def slab_of(self, page: int) -> Slab | None:
-        """The attached slab of a page; `None`: it is a page of the pool."""
-        return None if page < self.count else self.slabs[int(locate(self.slabs, np.array(page))[0])]
 
     @property
     def attached(self) -> list[Slab]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: fields of `LayerState` that operations never change
 READ_ONLY = ("page_table", "page_address", "parameters", "scratch")
+#: what rows have of their own: in the model's dtype, and int32
+WINDOWS, COUNTERS = ("sink_k", "sink_v", "tail_k", "tail_v"), ("length", "paged", "lost")
 #: numbers of `LayerState.scratch` for each row and KV head
 SCRATCH = 32
 
@@ -130,10 +132,25 @@ class LayerStore:
         """A store of a range of rows, on the same memory."""
         return LayerStore(self.state.rows(rows), self.spec)
 
+    def without_rows(self) -> LayerStore:
+        """A store with the sizes and parameters of this one, which has no rows and no pages."""
+        state = self.state.rows(slice(0, 0))
+        copied: dict[str, Any] = {name: x.clone() for name, x in state._asdict().items() if isinstance(x, torch.Tensor)}
+        return LayerStore(state._replace(pool=[], **copied), self.spec)
+
     @property
     def page_bytes(self) -> int:
         """Bytes of a page of one KV head."""
         return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a packed token, for all KV heads together."""
+        return self.num_heads * self.page_bytes / self.spec.page_size
+
+    def row_bytes(self, *fields: str) -> int:
+        """Bytes of a row in these fields of `LayerState`."""
+        return sum(x.shape[1:].numel() * x.itemsize for x in (getattr(self.state, name) for name in fields))
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. No-op here: a view never grows."""
@@ -197,11 +214,6 @@ class PagedStore(LayerStore):
         self.memory.join(self)
 
     # ---- capacity -------------------------------------------------------------------------------------------------
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a packed token, for all KV heads together."""
-        return self.num_heads * self.page_bytes / self.spec.page_size
 
     @property
     def pages_per_row(self) -> int:

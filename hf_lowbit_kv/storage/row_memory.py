@@ -18,13 +18,10 @@ import torch
 
 from .layer_spec import LayerSpec
 from .page_pool import Numbers, PageTables, Slab, locate, upload
-from .paged_store import SCRATCH, LayerState, PagedStore, page_writes, read_pages, share_records
+from .paged_store import COUNTERS, SCRATCH, WINDOWS, LayerState, PagedStore, page_writes, read_pages, share_records
 
 #: pages per row of a slab that a growing cache adds
 SLAB_PAGES_PER_ROW = 8
-#: what rows have of their own: in the model's dtype, and int32
-_WINDOWS = ("sink_k", "sink_v", "tail_k", "tail_v")
-_COUNTERS = ("length", "paged", "lost")
 
 
 class RowMemory:
@@ -68,10 +65,8 @@ class RowMemory:
         """Give an empty or copied store the tables of these rows, and memory for all slabs that it has not."""
         state = store.state
         pool = state.pool or self._pool(store, self.tables.slabs)
-        rows, columns = np.indices(self.tables.table.shape).reshape(2, -1)
-        numbers, addresses = self._placed([pool], self.tables.slabs, self.tables.table, rows, columns, store.device)
-        shape = self.tables.table.shape
-        table, address = numbers.int().reshape(shape), addresses[0].reshape(shape).clone()
+        numbers, address = upload(_placed([pool], self.tables.table), store.device)
+        table, address = numbers.int(), address.clone()
         store.set_state(state._replace(pool=pool, page_table=table, page_address=address))
         self.add(store)
 
@@ -172,10 +167,10 @@ class RowMemory:
             pools: list[list[torch.Tensor]] = []
             for i, store in alike:
                 pools.append(self._pool(store, numbers.slabs, memory[i] if memory else (), slabs))
-            placed = self._placed(pools, numbers.slabs, numbers.table, *entries, device)
+            placed = upload(_placed(pools, numbers.table[entries]), device)
             rows, columns = upload(np.stack(entries), device)
             chosen = None if numbers.rows is None else upload(numbers.rows, device)
-            for (_, store), pool, address in zip(alike, pools, placed[1], strict=True):
+            for (_, store), pool, address in zip(alike, pools, placed[1:], strict=True):
                 fields: dict[str, Any] = {
                     "page_table": _entries(store.state.page_table, numbers, chosen),
                     "page_address": _entries(store.state.page_address, numbers, chosen),
@@ -183,7 +178,7 @@ class RowMemory:
                 fields["page_table"][rows, columns] = placed[0].int()
                 fields["page_address"][rows, columns] = address
                 if chosen is not None:
-                    fields |= {name: getattr(store.state, name)[chosen] for name in (*_WINDOWS, *_COUNTERS)}
+                    fields |= {name: getattr(store.state, name)[chosen] for name in (*WINDOWS, *COUNTERS)}
                     if len(chosen) != store.batch_size:
                         fields["scratch"] = store.state.scratch.new_zeros(len(chosen) * store.num_heads * SCRATCH + 1)
                 if len(numbers.copied[0]):
@@ -215,21 +210,6 @@ class RowMemory:
             pool.append(known[slab] if slab in known else store.new_slab(len(slab)))
         return pool
 
-    def _placed(
-        self,
-        pools: Sequence[list[torch.Tensor]],
-        slabs: Sequence[Slab],
-        table: np.ndarray,
-        rows: np.ndarray,
-        columns: np.ndarray,
-        device: torch.device,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For entries of a table, on a device: page numbers int64 `[n]`, and for each pool addresses in bytes, int64
-        `[pools, n]`."""
-        numbers = table[rows, columns].astype(np.int64)
-        placed = upload(np.stack([numbers, *_addresses(pools, slabs, numbers)]), device)
-        return placed[0], placed[1:]
-
 
 def _by_device(stores: Sequence[PagedStore]) -> Iterator[tuple[torch.device, list[tuple[int, PagedStore]]]]:
     """The stores of each device, with their indices."""
@@ -239,12 +219,20 @@ def _by_device(stores: Sequence[PagedStore]) -> Iterator[tuple[torch.device, lis
     yield from devices.items()
 
 
-def _addresses(pools: Sequence[list[torch.Tensor]], slabs: Sequence[Slab], numbers: np.ndarray) -> np.ndarray:
+def page_addresses(pools: Sequence[list[torch.Tensor]], numbers: np.ndarray) -> np.ndarray:
     """int64 `[pools, *numbers.shape]`: where these pages start in each pool, in bytes from the start of its first slab."""
-    slab, index = locate(slabs, numbers)
-    starts = np.array([[part.data_ptr() for part in pool] for pool in pools], dtype=np.int64)
+    slab, index = locate(pools[0], numbers)
+    starts = np.zeros((len(pools), len(pools[0])), dtype=np.int64)
+    for used in np.flatnonzero(np.bincount(slab.ravel())):  # a pool of requests may have many
+        if used:
+            starts[:, used] = [pool[used].data_ptr() - pool[0].data_ptr() for pool in pools]
     sizes = np.array([pool[0].stride(0) for pool in pools], dtype=np.int64)
-    return (starts - starts[:, :1])[:, slab] + sizes.reshape(-1, *[1] * numbers.ndim) * index
+    return starts[:, slab] + sizes.reshape(-1, *[1] * numbers.ndim) * index
+
+
+def _placed(pools: Sequence[list[torch.Tensor]], numbers: np.ndarray) -> np.ndarray:
+    """int64 `[1 + pools, *numbers.shape]`: page numbers, and their `page_addresses`."""
+    return np.stack([numbers.astype(np.int64), *page_addresses(pools, numbers)])
 
 
 def _entries(tensor: torch.Tensor, numbers: Numbers, chosen: torch.Tensor | None) -> torch.Tensor:
@@ -334,17 +322,17 @@ def _forks(
             )
     if first.slabs[0] not in known[0]:
         torch._foreach_zero_([pool[0] for pool in pools])
-    addresses = _addresses(pools, first.slabs, first.table)
+    addresses = page_addresses(pools, first.table)
     entries = upload(first.table, device)
 
-    windows = copies_of([x for state in states for x in attrgetter(*_WINDOWS)(state)] * len(memories))
+    windows = copies_of([x for state in states for x in attrgetter(*WINDOWS)(state)] * len(memories))
     counters = copies_of(
-        [x for state in states for x in (*attrgetter(*_COUNTERS)(state), state.scratch, entries)] * len(memories)
+        [x for state in states for x in (*attrgetter(*COUNTERS)(state), state.scratch, entries)] * len(memories)
     )
-    page_addresses = copies_of(list(upload(addresses, device)))
+    addresses_of_own = copies_of(list(upload(addresses, device)))
     torch._foreach_zero_(counters[3::5])  # scratch
     forks = []
-    for i, (pool, page_address) in enumerate(zip(pools, page_addresses, strict=True)):
+    for i, (pool, page_address) in enumerate(zip(pools, addresses_of_own, strict=True)):
         store = stores[i % len(stores)]
         length, paged, lost, scratch, table = counters[5 * i : 5 * i + 5]
         sink_k, sink_v, tail_k, tail_v = windows[4 * i : 4 * i + 4]

@@ -63,6 +63,11 @@ class StepInputs(NamedTuple):
         q, mask, score_bias = (None if x is None else x[rows] for x in (self.q, self.mask, self.score_bias))
         return self._replace(q=q, k=self.k[rows], v=self.v[rows], mask=mask, score_bias=score_bias)
 
+    def first_token(self, rows: int) -> StepInputs:
+        """The inputs of a decode step of this many rows, without a mask: the first row's first token in each."""
+        queries, k, v = (x[:1, :, :1].expand(rows, -1, -1, -1) for x in (self.queries, self.k, self.v))
+        return self._replace(q=queries, k=k, v=v, mask=None, seen=None)
+
     @property
     def shifts_matter(self) -> bool:
         """True if adding one number to all scores of a query changes the result."""

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from pool_cases import poison
+from pool_cases import poison, references
 from sequence_operations import for_each
 
 from hf_lowbit_kv.backends import operations as ops
@@ -23,10 +24,10 @@ from hf_lowbit_kv.cache.cache_contents import whole_pages
 from hf_lowbit_kv.formats import fragment
 from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
-from hf_lowbit_kv.requests.slot_memory import StoredLayer
 from hf_lowbit_kv.storage.layer_contents import LayerContents, take_tokens
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.page_pool import locate
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.row_memory import RowMemory, fork_stores
 from hf_lowbit_kv.storage.step import StepInputs
 
@@ -63,8 +64,7 @@ class Machine:
 
     def __init__(self, kind: str):
         specs = [LayerSpec.parse(text) for text in KINDS[kind]]
-        sizes = HEADS, (HEAD_DIM, HEAD_DIM), torch.float32, torch.device("cpu"), []
-        self.layers = [StoredLayer(spec, *sizes) for spec in specs]
+        self.layers = [PagedStore(spec, 0, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu") for spec in specs]
         self.pool = RowPool(self.layers, SLOTS, TOKENS, LONGEST)
         self.prefixes = SharedPrefixes(self.pool, 3)
         self.texts: dict[Row, list[int]] = {}
@@ -94,7 +94,7 @@ class Machine:
         assert not any(pages.attached for pages in self.pool.page_pools.values()), (
             "texts are attached that no row reads"
         )
-        own = [{slab.untyped_storage().data_ptr() for slab in state.pool} for state in self.pool.memory.states]
+        own = [{slab.untyped_storage().data_ptr() for slab in each.state.pool} for each in self.pool.memory.stores]
         assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
         for store in (store for stores in self._caches for store in stores):
@@ -241,8 +241,8 @@ class Machine:
         memories: dict[Hashable, RowMemory] = {}
         sizes = 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu", capacity
         for layer in self.layers:
-            store = PagedStore(layer.spec, *sizes, memory=memories.get(layer.paging))
-            memories[layer.paging] = store.memory
+            store = PagedStore(layer.spec, *sizes, memory=memories.get(layer.spec.paging))
+            memories[layer.spec.paging] = store.memory
             store.reserve(2 * LONGEST)
             ops.append(StepInputs(None, *self._numbers(ids, 0)), store, "cpu")
             stores.append(store)
@@ -269,15 +269,15 @@ class Machine:
             mask[place] = True
             row.length += len(ids)
             self.texts[row] += ids
-        for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
+        for store in self.pool.memory.stores:
             inputs = StepInputs(query, keys, values, mask if masked else None, HEAD_DIM**-0.5)
-            out = ops.step(inputs, LayerStore(state.rows(slots), layer.spec), "cpu")
+            out = ops.step(inputs, store.rows(slots), "cpu")
             for row in rows:
                 found = out[row.slot - slots.start, -1]
                 k, v = self._numbers(self.texts[row], 0)
                 scores = (query[0, :, -1:].unflatten(0, (HEADS, 2)) @ k[0].unsqueeze(1).mT) * HEAD_DIM**-0.5
                 expected = (scores.softmax(-1) @ v[0].unsqueeze(1)).flatten(0, 1)[:, 0]
-                coarse = layer.spec.key_format.name != "dense"
+                coarse = store.spec.key_format.name != "dense"
                 torch.testing.assert_close(found, expected, rtol=0, atol=0.25 if coarse else 1e-4)
 
     def check(self, row: Row) -> None:
@@ -288,11 +288,11 @@ class Machine:
         if not text:
             return
         keys, values = self._numbers(text, 0)
-        for layer, state in zip(self.layers, self.pool.memory.states, strict=True):
-            own = PagedStore(layer.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu")
+        for of_all in self.pool.memory.stores:
+            own = PagedStore(of_all.spec, 1, HEADS, HEAD_DIM, HEAD_DIM, torch.float32, "cpu")
             own.reserve(len(text))
             ops.append(StepInputs(None, keys, values), own, "cpu")
-            store = LayerStore(state.rows(slice(row.slot, row.slot + 1)), layer.spec)
+            store = of_all.rows(slice(row.slot, row.slot + 1))
             here = store.state
             assert int(here.length[0, 0]) == len(text)
             # after a shared prefix the window is short until it has filled again
@@ -309,13 +309,13 @@ class Machine:
         """Pages have the references of rows and prefixes, and slots are dense."""
         assert [row.slot for row in self.pool.rows] == list(range(len(self.pool.rows)))
         for paging, pages in self.pool.page_pools.items():
-            references = Counter(page for row in self.pool.rows for page in row.pages[paging])
-            references.update(self.prefixes.numbers())
-            assert all(pages.references(page) == references[page] for page in (*range(pages.count), *references))
-            assert pages.free == pages.count - sum(page < pages.count for page in references)
-            read = {pages.slab_of(page) for page in references} - {None}
-            assert set(pages.attached) == read
-            specs = [layer.spec for layer in self.layers if layer.paging == paging]
+            expected = Counter(page for row in self.pool.rows for page in row.pages[paging])
+            expected.update(self.prefixes.numbers())
+            assert all(references(pages, page) == expected[page] for page in (*range(pages.count), *expected))
+            assert pages.free == pages.count - sum(page < pages.count for page in expected)
+            attached = {pages.slabs[locate(pages.slabs, np.array(page))[0]] for page in expected} - {pages.slabs[0]}
+            assert set(pages.attached) == attached
+            specs = [layer.spec for layer in self.layers if layer.spec.paging == paging]
             missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
             promised = sum(max(pages, 0) for pages in missing)  # a kept prompt's pages may reach further
             assert promised <= pages.free, "every row gets the pages that it was promised"
@@ -379,7 +379,7 @@ def test_kept_texts_stay_attached_while_rows_read_them_or_as_many_as_are_allowed
     for which in (0, 1):
         machine.run_one(Operation("kept prompt", which, 4))
     rows, (pages,) = list(pool.rows), pool.page_pools.values()
-    texts, allowed = [machine.texts[row] for row in rows], len(pages.attached[0]) * machine.layers[0].page_bytes
+    texts, allowed = [machine.texts[row] for row in rows], len(pages.attached[0]) * HEADS * machine.layers[0].page_bytes
     for row, text in zip(rows, texts, strict=True):
         prefixes.keep(row, text, allowed)
     assert [prefixes.find(text) is not None for text in texts] == [True, True]

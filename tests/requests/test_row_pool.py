@@ -8,7 +8,8 @@ from mla_cases import tiny_models as latent_models
 from pool_cases import CHUNK, decode, one_row, poison, read, steps_on, written
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.requests import pool_steps, pooled_cache
+from hf_lowbit_kv.backends import operations
+from hf_lowbit_kv.requests import pool_steps
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, padded_rows, read_once, stored_layers
 from hf_lowbit_kv.requests.row_pool import RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
@@ -224,7 +225,7 @@ def test_kernels_of_steps_are_expected_while_the_first_prompt_is_read(model, mon
         expected.append((chunk.queries.shape[0], chunk.k.shape[0], chunk.tokens, masked))
 
     steps = steps_on(model, slots=4)
-    monkeypatch.setattr(pooled_cache.ops, "expect_steps", expect_steps)
+    monkeypatch.setattr(operations, "expect_steps", expect_steps)
     steps._chunk.expect_steps([1, 4])
     for text in texts[:2]:
         read(steps, steps.pool.enter(400), text[:60])

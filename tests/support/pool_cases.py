@@ -1,5 +1,6 @@
 """What the tests of the pool of rows share: a model on a pool, a plain loop over it, and poison for free pages."""
 
+import numpy as np
 import torch
 from cases import SMALL_PAGES
 
@@ -7,6 +8,7 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.requests.pool_steps import PoolSteps, read_once, stored_layers
 from hf_lowbit_kv.requests.ring_memory import ring_shapes
 from hf_lowbit_kv.requests.row_pool import RowPool
+from hf_lowbit_kv.storage.page_pool import PagePool, locate
 
 CHUNK = 64
 #: options of `lb.generate_many`
@@ -24,6 +26,12 @@ def steps_on(model, preset="kivi-4-sink", slots=4, tokens=2048, max_length=512, 
     return steps
 
 
+def references(pages: PagePool, page: int) -> int:
+    """How many references of rows and prefixes a page has."""
+    slab, index = locate(pages.slabs, np.array(page))
+    return int(pages.acquired[pages.slabs[slab]][index]) if pages.slabs[slab] in pages.acquired else 0
+
+
 def poison(pool: RowPool) -> None:
     """NaN in every free page, and in every window and ring of an empty slot."""
     for rings in pool.memory.rings.tensors:
@@ -33,7 +41,7 @@ def poison(pool: RowPool) -> None:
             window[:, len(pool.rows) :] = float("nan")
         pages = pool.page_pools[group.paging]
         for page in range(pages.count):
-            if not pages.references(page):
+            if not references(pages, page):
                 group.pages[:, page] = 255  # NaN in every floating point format
 
 
