@@ -68,7 +68,8 @@ class KeptPrompts:
             contents = self._store.find(self._steps.template, [ids], self._key_now(), known).contents
         if contents is None:
             return None
-        rings = [tokens for index in self._sliding if (tokens := contents.native_layers[index].tokens) is not None]
+        sliding = (contents.native_layers[index].tensors for index in self._sliding)
+        rings = [(tokens["keys"], tokens["values"]) for tokens in sliding if tokens]
         return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)], rings)
 
     def _of_cache(self, request: Request, known: int) -> CacheContents | None:
