@@ -21,7 +21,7 @@ from processes import at_once
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
-from hf_lowbit_kv.prompts.prompt_folder import PromptFolder
+from hf_lowbit_kv.cache.prompt_folder import PromptFolder
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..byte_sizes import parse_size
-from ..cache import cache_contents, saved_cache
-from ..cache.cache_contents import CacheContents, joined_rows, pages_of, restorable, whole_pages
-from ..cache.length_rope import length_rope
-from ..cache.low_bit_cache import LowBitCache
-from ..cache.summary import Summary, table
 from ..folders import named_path
 from ..storage.content_digests import fingerprint_digest, fingerprint_of, rows_digest
+from . import cache_contents, saved_cache
+from .cache_contents import CacheContents, joined_rows, pages_of, restorable, whole_pages
 from .kept_prompt import KeptPrompt, sharing_pages, trim
+from .length_rope import length_rope
+from .low_bit_cache import LowBitCache
 from .prompt_folder import PromptFolder
+from .summary import Summary, table
 
 
 class Match(NamedTuple):

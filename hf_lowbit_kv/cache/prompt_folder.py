@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ..cache import saved_cache
-from ..cache.cache_contents import common_prefix, joined_rows
-from ..cache.checked_tensors import UninterpretableError
 from ..storage.process_stamps import ReadOnce
+from . import saved_cache
+from .cache_contents import common_prefix, joined_rows
+from .checked_tensors import UninterpretableError
 from .kept_prompt import KeptPrompt, trim
 
 #: how many descriptions are remembered while their files do not change

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..cache.cache_contents import CacheContents, common_prefix, pages_of
 from ..storage.content_digests import EmbeddedRows, rows_digest
 from ..storage.layer_contents import equal_pages
 from ..storage.page_pool import PageUser, Slab
 from ..storage.paged_store import read_pages
+from .cache_contents import CacheContents, common_prefix, pages_of
 
 
 class KeptPrompt(PageUser):
