@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .cache.method_caches import KIVICache as KIVICache
     from .cache.method_caches import MLAFP8Cache as MLAFP8Cache
     from .cache.method_caches import VecInferCache as VecInferCache
+    from .cache.prefix_store import PrefixStore as PrefixStore
     from .cache.preset_cache import from_preset as from_preset
     from .calibration.calibrate import calibrate as calibrate
     from .calibration_files.calibration_file import Calibration as Calibration
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from .presets import preset_names as preset_names
     from .presets import register_preset as register_preset
     from .prompts.chat import Chat as Chat
-    from .prompts.prefix_store import PrefixStore as PrefixStore
     from .requests.generate_many import generate_many as generate_many
     from .requests.paged_calls import disable as disable
     from .requests.paged_calls import enable as enable
@@ -77,7 +77,7 @@ _MODULES = {
     "LayerSpec": "storage.layer_spec",
     "LowBitCache": "cache.low_bit_cache",
     "MLAFP8Cache": "cache.method_caches",
-    "PrefixStore": "prompts.prefix_store",
+    "PrefixStore": "cache.prefix_store",
     "Preset": "presets",
     "Result": "requests.result",
     "Transform": "storage.transforms",

@@ -6,18 +6,17 @@ Saved caches and the prefix store use this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..storage.content_digests import digest
-from ..storage.layer_contents import LayerContents, put_tokens, take_tokens
-from ..storage.layer_spec import LayerSpec
+from ..storage.layer_contents import LayerContents, joined, put_tokens, take_tokens
 from .filled_by import FilledBy, snapshot_of
 from .low_bit_layer import LowBitLayer
-from .model_positions import Values
+from .model_positions import Values, joined_positions
 from .native_layer_contents import NativeContents, contents_of, put_contents
 
 
@@ -28,41 +27,44 @@ class CacheContents(NamedTuple):
     """packed layers, by index; all of them or, of an empty cache, none"""
     native_layers: dict[int, NativeContents]
     """native layers"""
-    text: torch.Tensor | None
+    text: torch.Tensor | None = None
     """ids `[B, n]` where the cache knows them"""
     positions: Values | None = None
     """positions that the model keeps outside of its cache"""
     read: tuple[int, bool] | None = None
     """read length of the first tokens, and whether later ones disagree, see `length_rope.ReadLengths`"""
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors that have memory on the device."""
+        native = [x for layer in self.native_layers.values() for x in layer.tensors.values()]
+        return native + [x for layer in self.layers.values() for x in layer.tensors()]
+
 
 def restorable(contents: CacheContents, match: int) -> int:
     """How many tokens of a text can be restored from the one row of these contents, if both texts have the first `match`
     tokens in common. If the match ends with the contents, or inside the window: all of them. Otherwise whole pages
-    (`whole_pages`); none with native layers, which have only the state at the end."""
-    layers = list(contents.layers.values())
-    if match == layers[0].lengths[0]:
-        return match
-    if contents.native_layers:
-        return 0
-    paged = [(layer.spec, layer.paged[0]) for layer in layers]
-    in_window = match > max(spec.sink + count for spec, count in paged)
-    return match if in_window else whole_pages(paged, match)
+    (`whole_pages`)."""
+    layers = contents.layers.values()
+    in_window = match > max(layer.spec.sink + layer.paged[0] for layer in layers) and not contents.native_layers
+    ends = match == next(iter(layers)).lengths[0]
+    return match if ends or in_window else whole_pages(contents, match)
 
 
-def whole_pages(kept: Iterable[tuple[LayerSpec, int]], match: int) -> int:
+def whole_pages(contents: CacheContents, match: int) -> int:
     """How many tokens of a match with a kept prompt can be restored from pages only. They end with a page, at least `residual`
-    tokens before the end of the match. 0 if the layers' pages do not end at the same tokens.
+    tokens before the end of the match. 0 if the layers' pages do not end at the same tokens, or with native layers, which
+    have only the state at the end."""
+    specs = [layer.spec for layer in contents.layers.values()]
+    count = 0 if contents.native_layers else pages_of(contents, match - max(spec.residual for spec in specs))
+    return specs[0].sink + count * specs[0].page_size if count else 0
 
-    Args:
-        kept: for each packed layer, its spec and how many tokens of the text are in pages.
-    """
-    specs, paged = zip(*kept, strict=True)
-    if len({(spec.sink, spec.page_size) for spec in specs}) != 1:
-        return 0
-    sink, size = specs[0].sink, specs[0].page_size
-    count = min(match - sink - max(spec.residual for spec in specs), *paged) // size * size
-    return sink + count if count > 0 else 0
+
+def pages_of(contents: CacheContents, tokens: int) -> int:
+    """The number of full pages of the first `tokens` tokens, of the one row of these contents. 0 if the layers' pages do not
+    end at the same tokens."""
+    layers = contents.layers.values()
+    (sink, size), *others = {(layer.spec.sink, layer.spec.page_size) for layer in layers}
+    return 0 if others else max(min(tokens - sink, *(layer.paged[0] for layer in layers)), 0) // size
 
 
 def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
@@ -84,11 +86,11 @@ def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 @torch.inference_mode(False)
-def take(cache: Any, shared: bool = False, row: int | None = None, first_page: int = 0) -> CacheContents:
+def take(cache: Any, shared: bool = False, row: int | None = None) -> CacheContents:
     """Copy the contents of a cache. Waits for the device.
 
     Args:
-        shared, first_page: see `take_tokens`.
+        shared: do not copy pages, see `take_tokens`.
         row: only this one, without padding.
 
     Raises:
@@ -100,17 +102,33 @@ def take(cache: Any, shared: bool = False, row: int | None = None, first_page: i
     packed, native_layers = dict[int, LayerContents](), dict[int, NativeContents]()
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, LowBitLayer):
-            seen, tokens, states = contents_of(layer)
-            copies = None if tokens is None else (tokens[0][rows].clone(), tokens[1][rows].clone())
-            native_layers[index] = NativeContents(seen, copies, {name: x[rows].clone() for name, x in states.items()})
+            seen, tensors = contents_of(layer)
+            native_layers[index] = NativeContents(seen, {name: x[rows].clone() for name, x in tensors.items()})
         elif (store := layer.store) is not None and layer.length.read_count():
-            packed[index] = take_tokens(store, None if row is None else [row], first_page, shared)._replace(
+            tokens = take_tokens(store, None if row is None else [row])
+            packed[index] = (tokens if shared else tokens.copied())._replace(
                 seen=layer.length.read_count(),
                 in_tail=layer._in_tail,
                 mode=cache.facts.mode or "packed",
                 padding=[(int(start), mask) for start, mask in layer._padding._noted] if row is None else [],
             )
     return CacheContents(packed, native_layers, **cache.facts.contents(cache, row))
+
+
+def joined_rows(parts: Sequence[CacheContents], tokens: int | None = None) -> CacheContents:
+    """Contents with the one row of each of these, or its first `tokens` tokens, see `LayerContents.first`."""
+    layers = {
+        i: joined([part.layers[i] if tokens is None else part.layers[i].first(tokens) for part in parts])
+        for i in parts[0].layers
+    }
+    native_layers = {
+        i: NativeContents(
+            of_first.seen,
+            {name: torch.cat([x.native_layers[i].tensors[name] for x in parts]) for name in of_first.tensors},
+        )
+        for i, of_first in parts[0].native_layers.items()
+    }
+    return CacheContents(layers, native_layers, None, joined_positions([part.positions for part in parts]))
 
 
 @torch.no_grad()

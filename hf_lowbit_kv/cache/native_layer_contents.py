@@ -11,6 +11,7 @@ from transformers.cache_utils import StaticLayer
 from .native_layers import RECURRENT, SLIDING, STORES_NOTHING, can_hold, native_layers
 from .ring_layer import RingLayer
 
+_TOKENS = ("keys", "values")
 #: the dictionaries of a recurrent layer's tensors, and the names under which `lazy_initialization` takes them
 _STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 
@@ -20,58 +21,46 @@ class NativeContents(NamedTuple):
 
     seen: int
     """tokens read, of a layer that keeps tokens"""
-    tokens: tuple[torch.Tensor, torch.Tensor] | None
-    """keys and values `[B, H, n, D]` of the newest of them, in order"""
-    states: dict[str, torch.Tensor]
-    """of a recurrent layer, by `conv_states.<i>` and `recurrent_states.<i>`"""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name; `from_tensors` is the inverse."""
-        kept = {} if self.tokens is None else {"keys": self.tokens[0], "values": self.tokens[1]}
-        return {**kept, **self.states}
+    tensors: dict[str, torch.Tensor]
+    """`keys` and `values` `[B, H, n, D]` of the newest of them, in order; of a recurrent layer `conv_states.<i>` and
+    `recurrent_states.<i>`"""
 
     def to(self, device: torch.device) -> NativeContents:
         """The same contents on this device."""
-        tokens = None if self.tokens is None else (self.tokens[0].to(device), self.tokens[1].to(device))
-        return self._replace(tokens=tokens, states={name: tensor.to(device) for name, tensor in self.states.items()})
-
-    @staticmethod
-    def from_tensors(seen: int, tensors: dict[str, torch.Tensor]) -> NativeContents:
-        states = {name: tensor for name, tensor in tensors.items() if "." in name}
-        return NativeContents(seen, (tensors["keys"], tensors["values"]) if "keys" in tensors else None, states)
+        return self._replace(tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
 def contents_of(layer: Any) -> NativeContents:
     """The contents of a layer. Waits for the device."""
-    seen, tokens = 0, None
-    states: dict[str, torch.Tensor] = {}
-    native_layer: Any = layer
     if isinstance(layer, STORES_NOTHING):
-        return NativeContents(seen, tokens, states)
+        return NativeContents(0, {})
     if isinstance(layer, RingLayer):
-        return NativeContents(layer.length, layer.newest(layer.window - 1) if layer.length else None, states)
+        newest = layer.newest(layer.window - 1) if layer.length else ()
+        return NativeContents(layer.length, dict(zip(_TOKENS, newest, strict=False)))
+    seen, tensors, native_layer = 0, dict[str, torch.Tensor](), layer
     if getattr(native_layer, "is_initialized", False) and (seen := int(native_layer.get_seq_length())):
         static, slots = isinstance(layer, StaticLayer), native_layer.keys.shape[-2]
         count = min(seen, slots if static or not isinstance(layer, SLIDING) else native_layer.sliding_window - 1)
         # a preallocated layer fills its slots from the front until it is full
         place = slice(count) if static and seen < slots else slice(slots - count, None)
-        tokens = native_layer.keys[:, :, place], native_layer.values[:, :, place]
+        tensors = {name: getattr(native_layer, name)[:, :, place] for name in _TOKENS}
     if isinstance(layer, RECURRENT):
         for name, initialized in _STATES.items():
-            states |= {
+            tensors |= {
                 f"{name}.{i}": tensor
                 for i, tensor in getattr(layer, name).items()
                 if getattr(layer, initialized)[i] and layer.has_previous_state[i]
             }
-    return NativeContents(seen, tokens, states)
+    return NativeContents(seen, tensors)
 
 
 @torch.inference_mode(False)
 def put_contents(layer: Any, contents: NativeContents) -> None:
     """Copy these contents into an empty layer, into its memory if it has any."""
-    if contents.tokens is not None:
-        _put_tokens(layer, contents.seen, *contents.tokens)
-    for full_name, tensor in contents.states.items():
+    tensors = dict(contents.tensors)
+    if "keys" in tensors:
+        _put_tokens(layer, contents.seen, tensors.pop("keys"), tensors.pop("values"))
+    for full_name, tensor in tensors.items():
         name, number = full_name.split(".")
         index, states = int(number), getattr(layer, name)
         known = getattr(layer, _STATES[name])[index] and states[index].shape == tensor.shape

@@ -31,6 +31,7 @@ from ..presets import why_not_of
 from ..storage.content_digests import difference, digest, fingerprint_of, rows_digest
 from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
+from ..storage.page_pool import Slab
 from .cache_contents import CacheContents
 from .checked_tensors import UninterpretableError, read_tensors, write_tensors
 from .model_positions import keeps_positions
@@ -148,9 +149,8 @@ def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[
             "padding": [(start, names[id(mask)]) for start, mask in layer.padding],
         }
     for index, layer_contents in contents.native_layers.items():
-        named = layer_contents.tensors()
-        tensors |= {f"own.{index}.{name}": tensor for name, tensor in named.items()}
-        native_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(named)}
+        tensors |= {f"own.{index}.{name}": tensor for name, tensor in layer_contents.tensors.items()}
+        native_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(layer_contents.tensors)}
     if contents.text is not None:
         tensors["text"] = contents.text
     described: dict[str, Any] = {"layers": layers, "own": native_layers, "read": contents.read}
@@ -373,9 +373,7 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
             raise
         raise UninterpretableError(f"the saved cache has layers that this release does not know: {error}") from error
     native_layers = {
-        int(index): NativeContents.from_tensors(
-            fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}
-        )
+        int(index): NativeContents(fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]})
         for index, fields in description["own"].items()
     }
     positions = description.get("positions")
@@ -397,7 +395,7 @@ def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str
         fields["paged"],
         pairs["sink"],
         pairs["tail"],
-        None,
+        [Slab(len(tensors[f"{prefix}.pages"]))],
         fields["seen"],
         fields["in_tail"],
         fields["mode"],

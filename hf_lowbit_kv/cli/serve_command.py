@@ -81,7 +81,7 @@ def serve(
     """
     need("serve", "serve", *EXTRAS["serve"].modules)
     get_preset(preset)
-    from ..prompts.prefix_store import PrefixStore
+    from ..cache.prefix_store import PrefixStore
     from ..requests.memory_budget import memory_in_bytes
     from ..requests.paged_calls import check_version
 

@@ -15,6 +15,7 @@ from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import select, selected_everywhere
 from ..cache.low_bit_cache import LowBitCache
+from ..cache.prefix_store import PrefixStore
 from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import unwrap, unwrap_generating
 from ..presets import DEFAULT_PRESET, PresetName
@@ -27,7 +28,7 @@ from .generation_settings import ONE_TOKEN, check_values, ignore_checkpoint
 from .kept_caches import kept_caches
 from .overriding import original, put_on, take_off
 from .prefill import AUTO, prefill_prompt
-from .prefix_loading import PrefixCall, Prefixes
+from .prefix_loading import PrefixCall
 from .stored_text import check_continued, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
@@ -86,7 +87,7 @@ class Enabled:
     preset: str
     options: dict[str, Any]
     fuse: bool = True
-    prefixes: Prefixes | None = None
+    prefixes: PrefixStore | None = None
     implementations: dict[str, str] = field(default_factory=dict)
     """attention implementations to restore, by sub-configuration"""
 
@@ -125,7 +126,7 @@ def enable(
     preset: PresetName | str = DEFAULT_PRESET,
     *,
     fuse: bool = True,
-    prefixes: Prefixes | None = None,
+    prefixes: PrefixStore | None = None,
     **cache_options: Unpack[PresetOptions],
 ) -> Enabled:
     """Make every `generate` call of this model, pipelines included, decode with a low-bit cache of this preset.

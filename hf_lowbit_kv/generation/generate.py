@@ -20,6 +20,7 @@ from ..cache.cache_argument import as_argument
 from ..cache.cache_options import PresetOptions
 from ..cache.implementation import selected
 from ..cache.low_bit_cache import LowBitCache
+from ..cache.prefix_store import PrefixStore
 from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import generates, unwrap, unwrap_generating
 from ..calibration_files.calibration_lookup import Borrowed
@@ -38,7 +39,7 @@ from .generation_settings import setting
 from .kept_caches import cache_length, capacity, kept_caches
 from .overriding import overridden
 from .prefill import prefill_prompt
-from .prefix_loading import PrefixCall, Prefixes
+from .prefix_loading import PrefixCall
 from .stored_text import check_text, expect_text, remember_text
 from .whole_prompt import keeping_cache
 
@@ -56,7 +57,7 @@ def generate(
     cache_options: PresetOptions | Mapping[str, Any] | None = None,
     calibration: Any = None,
     allow_other_weights: bool = False,
-    prefixes: Prefixes | None = None,
+    prefixes: PrefixStore | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Any:
@@ -160,7 +161,7 @@ def generate(
 ARGUMENTS = tuple(name for name in inspect.signature(generate).parameters if name != "options")
 
 
-def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: Prefixes | None = None) -> Any:
+def _run(model: Any, call: Call, cache: LowBitCache, progress: bool, prefixes: PrefixStore | None = None) -> Any:
     """Run `model.generate` on this cache. model: as the caller gave it, possibly wrapped."""
     inner = call.model
     # layers made in inference mode could not be emptied outside it

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
+from ..cache.prefix_store import Match, PrefixStore
 from .prefill import ChunkedPrefill, token_rows
 from .stored_text import sequences_of
 from .whole_prompt import rope_of_whole_prompt
@@ -17,24 +18,10 @@ from .whole_prompt import rope_of_whole_prompt
 WORTH_AN_END = 64
 
 
-class Match(Protocol):
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def common(self) -> int: ...
-
-
-class Prefixes(Protocol):
-    """The interface of `prefixes=`; see `prompts.PrefixStore`."""
-
-    def restore(self, cache: LowBitCache, rows: list[torch.Tensor]) -> Match: ...
-    def add(self, cache: LowBitCache, rows: list[torch.Tensor]) -> None: ...
-
-
 class PrefixCall:
     """The prefix store in one call: `begin` with an empty cache, `end` with the generated tokens."""
 
-    def __init__(self, model: Any, cache: LowBitCache, options: Mapping[str, Any], prefixes: Prefixes):
+    def __init__(self, model: Any, cache: LowBitCache, options: Mapping[str, Any], prefixes: PrefixStore):
         self.model, self.cache, self.prefixes = model, cache, prefixes
         self.ids, self.mask = _prompt(model, options)
         self.padded = self.mask is not None and not bool(self.mask.all())

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..cache import cache_contents, saved_cache
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.low_bit_layer import LowBitLayer
+from ..cache.prefix_store import PrefixStore
 from ..cache.preset_cache import cache_of_preset
 from ..cache.served_models import longest_text, unwrap, unwrap_generating
 from ..folders import named_path
@@ -31,7 +32,6 @@ from ..generation.stop_strings import first_stop
 from ..presets import DEFAULT_PRESET, PresetName
 from ..storage.content_digests import fingerprint_of
 from ..storage.layer_spec import check_count
-from .prefix_store import PrefixStore
 
 #: options of `generate` that a chat sets itself
 _OWN = (

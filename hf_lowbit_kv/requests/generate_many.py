@@ -12,13 +12,14 @@ import torch
 
 from ..cache.cache_options import PresetOptions
 from ..cache.low_bit_cache import LowBitCache
+from ..cache.prefix_store import PrefixStore
 from ..cache.served_models import tp_size, unwrap_generating
 from ..calibration.progress import Report, reporting
 from ..generation.call_options import options_of_cache
 from ..generation.kept_caches import kept_caches
 from ..presets import PresetName
 from ..storage.layer_spec import check_count
-from .kept_prompts import KeptPrompts, PromptStore
+from .kept_prompts import KeptPrompts
 from .memory_budget import memory_in_bytes
 from .pool_models import empty_caches, longest_row
 from .pool_steps import exclusive_use, new_pool
@@ -39,7 +40,7 @@ def generate_many(
     memory: int | str | None = None,
     max_rows: int | None = None,
     prefill_chunk_size: int | None = None,
-    prefixes: PromptStore | None = None,
+    prefixes: PrefixStore | None = None,
     share_prefixes: bool = True,
     as_completed: bool = False,
     progress: bool = True,
@@ -216,7 +217,7 @@ class _Run:
         max_rows: int | None,
         chunk_size: int,
         share_prefixes: bool,
-        store: PromptStore | None,
+        store: PrefixStore | None,
     ):
         self._store, self._refused = store, refused
         self.model, self._make_template, self._source, self._listed = model, make_template, source, listed

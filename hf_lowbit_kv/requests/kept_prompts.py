@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
 
 from ..cache import cache_contents
 from ..cache.cache_contents import CacheContents
-from ..cache.low_bit_cache import LowBitCache
+from ..cache.prefix_store import Key, PrefixStore
 from .pool_steps import PoolSteps
 from .request import Request
 from .ring_memory import sliding_indices
 from .row_pool import Prefix, Row
-
-
-class PromptStore(Protocol):
-    """The methods of a `PrefixStore` that are used here."""
-
-    max_bytes: int
-
-    def load(self, cache: LowBitCache) -> int: ...
-    def key_of(self, cache: LowBitCache, read: int) -> Any: ...
-    def find(self, cache: LowBitCache, rows: list[torch.Tensor], key: Any, known: int) -> Any: ...
-    def add(self, cache: LowBitCache, rows: list[torch.Tensor], key: Any) -> None: ...
 
 
 class KeptPrompts:
@@ -34,7 +21,7 @@ class KeptPrompts:
         adding: whether prompts of rows are added to the store.
     """
 
-    def __init__(self, steps: PoolSteps, store: PromptStore | None = None, adding: bool = True):
+    def __init__(self, steps: PoolSteps, store: PrefixStore | None = None, adding: bool = True):
         self._steps, self._store, self._adding = steps, store, adding
         template = steps.template
         #: tokens of a longer text that are not worth another window
@@ -44,9 +31,9 @@ class KeptPrompts:
 
     def begin(self) -> None:
         """The model may have changed since the last call."""
-        self._key: Any = None
+        self._key: Key | None = None
 
-    def _key_now(self) -> Any:
+    def _key_now(self) -> Key:
         assert self._store is not None
         self._key = self._key or self._store.key_of(self._steps.template, 0)
         return self._key
@@ -68,7 +55,8 @@ class KeptPrompts:
             contents = self._store.find(self._steps.template, [ids], self._key_now(), known).contents
         if contents is None:
             return None
-        rings = [tokens for index in self._sliding if (tokens := contents.native_layers[index].tokens) is not None]
+        sliding = (contents.native_layers[index].tensors for index in self._sliding)
+        rings = [(tokens["keys"], tokens["values"]) for tokens in sliding if tokens]
         return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)], rings)
 
     def _of_cache(self, request: Request, known: int) -> CacheContents | None:

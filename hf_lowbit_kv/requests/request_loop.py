@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from ..cache.prefix_store import PrefixStore
 from ..cache.served_models import unwrap_generating
-from .kept_prompts import KeptPrompts, PromptStore
+from .kept_prompts import KeptPrompts
 from .pool_models import empty_caches
 from .pool_steps import exclusive_use, new_pool
 from .request import Request, RequestReader
@@ -68,7 +69,7 @@ class RequestLoop:
         max_rows: int | None = None,
         chunk_size: int = 2048,
         share_prefixes: bool = True,
-        prefixes: PromptStore | None = None,
+        prefixes: PrefixStore | None = None,
         cache_options: Mapping[str, Any] | None = None,
     ):
         self.model = unwrap_generating(model)

@@ -7,12 +7,14 @@ these pages in place. A preallocated store copies them to its own memory, whose 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .layer_spec import LayerSpec
-from .page_pool import Slab
+from .page_pool import Slab, locate
 from .paged_store import LayerStore, PagedStore, read_pages, write_pages
 from .row_memory import RowMemory
 
@@ -36,8 +38,8 @@ class LayerContents(NamedTuple):
     """by row, keys and values `[H, n, D]` of its first tokens, in the model's dtype"""
     tails: list[Pair]
     """by row, keys and values `[H, n, D]` of its tokens after the pages, in order"""
-    shared: list[Slab] | None = None
-    """the reference counts of `slabs`, if others read these pages too. Layers with the same paging have the same `Slab`s"""
+    shared: list[Slab]
+    """the reference counts of `slabs`. Those of the first layer count for all layers with the same paging"""
     seen: int = 0
     """padded tokens"""
     in_tail: int = 0
@@ -68,9 +70,21 @@ class LayerContents(NamedTuple):
         """Of the model."""
         return self.sinks[0][0].dtype
 
+    @property
+    def present(self) -> torch.Tensor:
+        """bool `[B, P]` on the CPU: which entries of `table` name a page. `P` is the largest number of pages of a row."""
+        pages = [-(-tokens // self.spec.page_size) for tokens in self.paged]
+        return torch.arange(max(pages, default=0)) < torch.tensor(pages)[:, None]
+
     def tensors(self) -> list[torch.Tensor]:
         """All tensors that have memory on the device."""
         return [*self.slabs, *(x for pair in (*self.sinks, *self.tails) for x in pair)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens, without pages that none of them is in."""
+        pages = len(self.table[self.present].unique()) * self.slabs[0].shape[1:].numel()
+        return pages + sum(x.nbytes for pair in (*self.sinks, *self.tails) for x in pair)
 
     def first(self, count: int) -> LayerContents:
         """The first `count` tokens of each row; no row may have fewer. Pages are neither copied nor cut: `count` must be in
@@ -82,6 +96,38 @@ class LayerContents(NamedTuple):
         sinks = [(k[:, :count], v[:, :count]) for k, v in self.sinks]
         tails = [(k[:, :end], v[:, :end]) for (k, v), end in zip(self.tails, ends, strict=True)]
         return self._replace(table=table, paged=paged, sinks=sinks, tails=tails)
+
+    def copied(self, first: LayerContents | None = None, count: int = 0) -> LayerContents:
+        """The same tokens, with pages in one slab of their own.
+
+        Args:
+            first: of one row: contents with the same first `count` pages, which take their place.
+        """
+        own = self.present
+        own[:, :count] = False
+        numbers, places = torch.unique(self.table[own], return_inverse=True)
+        slabs, counts, (begin,) = ([], [], [self.table]) if first is None else united([first], count)
+        table = torch.zeros_like(self.table)
+        table[:, :count] = begin[:, :count]
+        table[own] = places + sum(map(len, slabs))
+        if len(numbers) or not slabs:  # an empty one has the shape of pages
+            slabs.append(read_pages(self.slabs, numbers.to(self.slabs[0].device)))
+            counts.append(Slab(len(numbers)))
+        return self._replace(slabs=slabs, table=table, shared=counts)
+
+    def trimmed(self, slab: Slab, used: np.ndarray, new: Slab, pages: torch.Tensor) -> LayerContents:
+        """The same tokens with another slab in the place of one, whose pages they do not all have.
+
+        Args:
+            used: bool `[n]`: which pages of the slab are in the other one.
+            new, pages: the other one, and its memory in this layer.
+        """
+        at = self.shared.index(slab)
+        left = [used if i == at else np.ones(len(each), dtype=bool) for i, each in enumerate(self.shared)]
+        slabs, counts = list(self.slabs), list(self.shared)
+        slabs[at], counts[at] = pages, new
+        numbers = torch.from_numpy(np.concatenate(left).cumsum() - 1)
+        return self._replace(slabs=slabs, table=numbers[self.table], shared=counts)
 
     def to(self, device: torch.device) -> LayerContents:
         """The same tokens on this device. If all are there already, nothing is copied."""
@@ -116,18 +162,66 @@ class LayerContents(NamedTuple):
         return torch.cat(converted)
 
 
+def united(
+    parts: Sequence[LayerContents], count: int | None = None
+) -> tuple[list[torch.Tensor], list[Slab], list[torch.Tensor]]:
+    """One list of slabs for contents of the same layer, without those that none of them uses, their reference counts, and
+    each one's table, numbered through it. count: look at the first `count` pages of each row only; `None`: at all."""
+    slabs: dict[Slab, torch.Tensor] = {}
+    located = []
+    for part in parts:
+        present = part.present[:, :count]
+        at, index = locate(part.slabs, part.table[:, :count][present].numpy())
+        slabs |= {part.shared[i]: part.slabs[i] for i in np.unique(at).tolist() or [0]}
+        located.append((part, present, at, index))
+    firsts = dict(zip(slabs, np.cumsum([0, *map(len, slabs)]).tolist(), strict=False))
+    tables = []
+    for part, present, at, index in located:
+        table = torch.zeros(present.shape, dtype=torch.int64)
+        table[present] = torch.from_numpy(np.array([firsts.get(slab, 0) for slab in part.shared])[at] + index)
+        tables.append(table)
+    return list(slabs.values()), list(slabs), tables
+
+
+def joined(parts: Sequence[LayerContents]) -> LayerContents:
+    """Contents with the rows of these contents of the same layer, one after the other, without padding."""
+    slabs, counts, tables = united(parts)
+    width = max(table.shape[1] for table in tables)
+    table = torch.cat([torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in tables])
+    paged, sinks, tails = (
+        list(chain(*(getattr(part, name) for part in parts))) for name in ("paged", "sinks", "tails")
+    )
+    rows = LayerContents(parts[0].spec, slabs, table, paged, sinks, tails, counts)
+    in_tail = min(tail[0].shape[1] for tail in tails)
+    return rows._replace(seen=max(rows.lengths), in_tail=min(in_tail, rows.spec.residual))
+
+
+@torch.no_grad()
+def equal_pages(one: LayerContents, other: LayerContents, count: int) -> torch.Tensor:
+    """bool `[count]` on the CPU: which of the first pages of a row have the same bytes. Waits for the device."""
+    pages = []
+    for part in (one, other):
+        at, index = locate(part.slabs, part.table[0, :count].numpy())
+        starts = np.array([[slab.data_ptr(), slab.stride(0)] for slab in part.slabs])[at]
+        pages.append(starts[:, 0] + starts[:, 1] * index)
+    equal = torch.from_numpy(pages[0] == pages[1])  # they are read where they lie
+    if len(left := (~equal).nonzero()[:, 0]):
+        bytes_of = [read_pages(part.slabs, part.table[0, left].to(part.slabs[0].device)) for part in (one, other)]
+        equal[left] = (bytes_of[0] == bytes_of[1]).flatten(1).all(1).cpu()
+    return equal
+
+
 @torch.no_grad()
 @torch.inference_mode(False)
-def take_tokens(
-    store: LayerStore, rows: Sequence[int] | None = None, first_page: int = 0, shared: bool = False
-) -> LayerContents:
-    """Take the tokens of a store, by default as copies. Waits for the device. Raises `ValueError` if it has no rows.
+def take_tokens(store: LayerStore, rows: Sequence[int] | None = None) -> LayerContents:
+    """Take the tokens of a store. Pages are not copied: use them, copy them (`LayerContents.copied`) or acquire references to
+    them before the store changes. It may free them and write to them again. Waits for the device.
 
     Args:
         rows: which rows; `None`: all.
-        first_page: pages before it are left out of `slabs`, and `table` begins with it.
-        shared: do not copy pages. Use them, or acquire references to them, before the store changes: it may free them and
-            write to them again.
+
+    Raises:
+        ValueError: it has no rows.
     """
     state, spec = store.state, store.spec
     rows = range(store.batch_size) if rows is None else rows
@@ -135,16 +229,6 @@ def take_tokens(
         raise ValueError("the cache has no rows: there is nothing to save")
     all_paged, lengths, table = state.paged[:, 0].tolist(), state.length[:, 0].tolist(), state.page_table.cpu().long()
     paged = [all_paged[row] for row in rows]
-    counts = [max(-(-tokens // spec.page_size) - first_page, 0) for tokens in paged]
-    used = [table[row, first_page : first_page + count] for row, count in zip(rows, counts, strict=True)]
-    if not shared:
-        ids, places = torch.unique(torch.cat(used), return_inverse=True)
-        slabs = [read_pages(state.pool, ids.to(store.device))]
-    else:
-        places, slabs = torch.cat(used), list(state.pool)
-    out = torch.zeros(len(paged), max(counts), dtype=torch.int64)
-    for row, part in enumerate(places.split(counts)):
-        out[row, : len(part)] = part
     sinks, tails = [], []
     for row, tokens in zip(rows, paged, strict=True):
         slots = torch.arange(tokens, max(lengths[row] - spec.sink, tokens)) % max(spec.tail_size, 1)
@@ -152,8 +236,11 @@ def take_tokens(
         sink = slice(min(lengths[row], spec.sink))
         sinks.append((state.sink_k[row, :, sink].clone(), state.sink_v[row, :, sink].clone()))
         tails.append((state.tail_k[row][:, slots], state.tail_v[row][:, slots]))
-    page_counts = list(store.memory.tables.slabs) if shared and isinstance(store, PagedStore) else None
-    return LayerContents(spec, slabs, out, paged, sinks, tails, page_counts)
+    slabs = list(state.pool)
+    counts = list(store.memory.tables.slabs) if isinstance(store, PagedStore) else [Slab(len(slab)) for slab in slabs]
+    taken = LayerContents(spec, slabs, table[list(rows)], paged, sinks, tails, counts)
+    present = taken.present
+    return taken._replace(table=taken.table[:, : present.shape[1]].where(present, 0))
 
 
 class _Places(NamedTuple):
@@ -211,10 +298,13 @@ def put_tokens(stores: Sequence[PagedStore], tokens: Sequence[LayerContents]) ->
         width = max(memory.width_for(max(of_first.lengths)), of_first.table.shape[1])
         adopts = memory.capacity is None and bool(adopted.any())
         if adopts:
-            slabs = of_first.shared or [Slab(len(pages)) for pages in of_first.slabs]
             pages = {store: of_store.slabs for store, of_store in layers}
             memory.adopt(
-                [pages[store] for store in memory.stores], slabs, of_first.table.numpy(), adopted.numpy(), width
+                [pages[store] for store in memory.stores],
+                of_first.shared,
+                of_first.table.numpy(),
+                adopted.numpy(),
+                width,
             )
         else:
             memory.widen(width if memory.capacity is None else of_first.table.shape[1])

@@ -81,15 +81,6 @@ def _release(acquired: dict[Slab, np.ndarray]) -> None:
             slab.references -= counts
 
 
-class PinnedPages(PageUser):
-    """All pages of a slab of its own."""
-
-    def __init__(self, pages: int):
-        super().__init__()
-        self.slab = Slab(pages)
-        self.set_references({self.slab: np.ones(pages, dtype=np.int32)})
-
-
 def locate(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int64 each: the slab of each of these pages, and its index there. Numbers count through the slabs."""
     sizes = np.array([len(slab) for slab in slabs], dtype=np.int64)

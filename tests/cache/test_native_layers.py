@@ -47,15 +47,14 @@ def test_a_reset_layer_takes_contents_of_another_dtype_or_device(family):
             continue
         halves = contents_of(layer)
         halves = halves._replace(
-            tokens=halves.tokens and tuple(x.half() for x in halves.tokens),
-            states={name: x.half() for name, x in halves.states.items()},
+            tensors={name: x.half() for name, x in halves.tensors.items()},
         )
         for contents in (halves, halves.to(torch.device("meta"))):
             layer.reset()
             put_contents(layer, contents)
             kept = {x for x in tensors_of(layer) if x.is_floating_point()}
             assert {(x.dtype, x.device) for x in kept} == {(torch.float16, next(iter(kept)).device)}
-            assert next(iter(kept)).device == next(iter(contents.tensors().values())).device
+            assert next(iter(kept)).device == next(iter(contents.tensors.values())).device
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,7 @@ from saved_before import CACHES, EXPECTED, FOLDER, go_on, llama, with_prefixes
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
-from hf_lowbit_kv.prompts.prompt_folder import PromptFolder
+from hf_lowbit_kv.cache.prompt_folder import PromptFolder
 
 #: fields of a description that follow from the contents
 SAME = ("class", "preset", "specs", "layers", "own", "read", "version")

@@ -379,10 +379,8 @@ def test_texts_share_the_pages_that_they_have_in_common(model):
         generated(model, torch.cat([system, text(20, seed)], dim=1), store)
     assert len(store) == 5
     assert store.nbytes < 3 * one
-    blocks = [x for prompt in store._prompts for page_range, _ in prompt.page_ranges for x in page_range.pages.values()]
-    assert store.nbytes == sum({x.data_ptr(): x.untyped_storage().nbytes() for x in blocks}.values()) + sum(
-        prompt.window_bytes for prompt in store._prompts
-    )
+    tensors = [x for prompt in store._prompts for x in prompt.contents.tensors()]
+    assert store.nbytes == sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors if len(x)}.values())
 
 
 def test_pages_of_a_removed_text_that_no_other_uses_are_freed(model):
@@ -495,3 +493,19 @@ def test_a_cache_has_its_own_prefix(model):
         lb.generate(
             model, text(9, 1), max_new_tokens=2, past_key_values=first.past_key_values, prefixes=lb.PrefixStore()
         )
+
+
+def test_rows_that_a_beam_search_has_exchanged_are_kept_in_order(model):
+    """Later pages of a row have lower numbers than its first ones."""
+    rows, store = torch.cat([text(200, 1), text(200, 2)]), lb.PrefixStore()
+    cache = lb.from_preset("kivi-4", model, **SMALL_PAGES)
+    model(rows[:, :100], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    rows = torch.cat([rows[[1, 0], :100], rows[:, 100:]], 1)
+    model(rows[:, 100:], past_key_values=cache)
+    table = cache.packed_layers[0].store.state.page_table[0]
+    assert (table.diff() < 0).any()
+    store.add(cache, list(rows))
+    new, again = text(1, 3), lb.from_preset("kivi-4", model, **SMALL_PAGES)
+    assert store.restore(again, [torch.cat([row, new[0]]) for row in rows]).tokens == 200
+    assert torch.equal(*(model(new.repeat(2, 1), past_key_values=x).logits for x in (again, cache)))

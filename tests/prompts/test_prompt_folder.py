@@ -21,7 +21,7 @@ from processes import at_once
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
-from hf_lowbit_kv.prompts.prompt_folder import PromptFolder
+from hf_lowbit_kv.cache.prompt_folder import PromptFolder
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_text_without_a_full_page_is_saved_and_goes_on(model, tmp_path):
     """Also from the folder, and from there to another folder."""
     ids, store = text(40, 1), lb.PrefixStore(folder=tmp_path)
     want = generated(model, ids, store)[0]
-    assert [page_range.count for prompt in store._prompts for page_range, _ in prompt.page_ranges] == [0]
+    assert [len(slab) for prompt in store._prompts for slab in prompt.acquired] == [0]
     store.save()
     other = lb.PrefixStore(folder=tmp_path)
     tokens, cached, _ = generated(model, ids, other)

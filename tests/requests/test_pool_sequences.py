@@ -20,7 +20,7 @@ from pool_cases import poison, references
 from sequence_operations import for_each
 
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.cache.cache_contents import whole_pages
+from hf_lowbit_kv.cache.cache_contents import CacheContents, whole_pages
 from hf_lowbit_kv.formats import fragment
 from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
@@ -79,7 +79,7 @@ class Machine:
         self._caches = [
             self._stored(ids, capacity) for ids, capacity in zip(self._cached, (None, 2 * LONGEST), strict=True)
         ]
-        self._kept = [[take_tokens(store) for store in stores] for stores in self._caches]
+        self._kept = [[take_tokens(store).copied() for store in stores] for stores in self._caches]
         self._kept[1] = [_in_another_layout(contents) for contents in self._kept[1]]
         poison(self.pool)
 
@@ -136,14 +136,13 @@ class Machine:
     def _cache(self, operation: Operation) -> None:
         """A row continues from the present contents of a cache, which may change later."""
         which = operation.which % 2
-        contents = [take_tokens(store, shared=True) for store in self._caches[which]]
+        contents = [take_tokens(store) for store in self._caches[which]]
         self._go_on(self._cached[which], contents, operation.amount)
 
     def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
-        paged = [(x.spec, x.paged[0]) for x in contents]
         match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
-        in_tail = match == len(ids) or match > max(spec.sink + count for spec, count in paged)
-        tokens = match if in_tail else whole_pages(paged, match)
+        in_tail = match == len(ids) or match > max(x.spec.sink + x.paged[0] for x in contents)
+        tokens = match if in_tail else whole_pages(CacheContents(dict(enumerate(contents)), {}), match)
         if not tokens:
             return
         parts = [x.first(tokens) for x in contents]
@@ -173,7 +172,7 @@ class Machine:
             for rows in ([0, 0], [1]):
                 for memory in {store.memory for store in fork}:
                     memory.select_rows(torch.tensor(rows))
-        self._go_on(self._cached[which], [take_tokens(store, shared=True) for store in fork], operation.amount)
+        self._go_on(self._cached[which], [take_tokens(store) for store in fork], operation.amount)
         if operation.amount % 2:
             self._caches[which] = fork
 

@@ -9,11 +9,18 @@ import threading
 import numpy as np
 import pytest
 
-from hf_lowbit_kv.storage.page_pool import PagePool, PageTables, PageUser, PinnedPages, Slab, locate
+from hf_lowbit_kv.storage.page_pool import PagePool, PageTables, PageUser, Slab, locate
 
 
 def _references(tables: PageTables) -> list[int]:
     return np.concatenate([slab.references for slab in tables.slabs]).tolist()
+
+
+def _held(pages: int) -> tuple[PageUser, Slab]:
+    """A slab, and an object with a reference to each of its pages."""
+    user, slab = PageUser(), Slab(pages)
+    user.set_references({slab: np.ones(pages, dtype=np.int32)})
+    return user, slab
 
 
 def test_forks_have_references_to_full_pages_until_they_are_collected():
@@ -72,11 +79,10 @@ def test_a_copy_has_references_of_its_own():
 
 
 def test_a_block_belongs_to_its_oldest_living_user():
-    kept = PinnedPages(3)
+    kept, slab = _held(3)
     one, other = (PageTables(1, 1) for _ in range(2))
     for tables in (one, other):
-        tables.set(tables.adopting([kept.slab], np.array([[0, 1]]), np.array([[True, True]])))
-    slab = kept.slab
+        tables.set(tables.adopting([slab], np.array([[0, 1]]), np.array([[True, True]])))
     assert slab.owner is kept
     assert slab.references.tolist() == [3, 3, 1]
     del kept
@@ -90,8 +96,7 @@ def test_a_block_belongs_to_its_oldest_living_user():
 
 
 def test_a_table_that_leaves_a_block_has_no_part_in_it():
-    kept, tables = PinnedPages(2), PageTables(1, 1)
-    slab = kept.slab
+    (kept, slab), tables = _held(2), PageTables(1, 1)
     tables.set(tables.adopting([slab], np.array([[0, 1]]), np.array([[True, True]])))
     assert slab.references.tolist() == [2, 2]
     tables.set(tables.emptied())
@@ -124,11 +129,11 @@ def test_entries_are_all_that_have_another_page():
         located = zip(*(part.tolist() for part in locate(tables.slabs, tables.table)), strict=True)
         return [[(tables.slabs[slab], index) for slab, index in zip(*row, strict=True)] for row in located]
 
-    kept, tables = PinnedPages(2), PageTables(2, 3)
+    (_kept, slab), tables = _held(2), PageTables(2, 3)
     adopted = np.array([[False, False, False], [False, True, True]])
     for change in (
         lambda: tables.selected(np.array([33, 20]), 16, np.array([1, 1])),
-        lambda: tables.adopting([kept.slab], np.array([[0, 0, 0], [0, 0, 1]]), adopted),
+        lambda: tables.adopting([slab], np.array([[0, 0, 0], [0, 0, 1]]), adopted),
         tables.emptied,
         lambda: tables.widened(1),
     ):
@@ -184,8 +189,7 @@ def test_a_page_of_the_pool_to_which_another_object_refers_is_not_free():
 
 
 def test_the_memory_of_an_attached_block_does_not_count_in_the_pool():
-    pages, kept = PagePool(1), PinnedPages(2)
-    slab = kept.slab
+    pages, (kept, slab) = PagePool(1), _held(2)
     pages.attach(slab)
     pages.acquire([1, 2])
     del kept

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.server import build_server
 
-from ..kept_prompts import PromptStore
+from ...cache.prefix_store import PrefixStore
 from ..request_loop import RequestLoop
 from ..result import described
 from .clients import Clients, SlowClients
@@ -197,7 +197,7 @@ def serve(
     max_waiting: int = MOST_WAITING,
     chunk_size: int = 2048,
     share_prefixes: bool = True,
-    prefixes: PromptStore | None = None,
+    prefixes: PrefixStore | None = None,
     served_model_name: str | None = None,
     api_key: str | None = None,
     allow_origins: Sequence[str] = (),

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..byte_sizes import parse_size
-from ..cache import cache_contents, saved_cache
-from ..cache.cache_contents import CacheContents, restorable
-from ..cache.length_rope import length_rope
-from ..cache.low_bit_cache import LowBitCache
-from ..cache.summary import Summary, table
 from ..folders import named_path
 from ..storage.content_digests import fingerprint_digest, fingerprint_of, rows_digest
-from .kept_prompt import KeptPrompt, PageRange, contents_for, equal_pages, pages_in_common, usable
+from . import cache_contents, saved_cache
+from .cache_contents import CacheContents, joined_rows, pages_of, restorable, whole_pages
+from .kept_prompt import KeptPrompt, sharing_pages, trim
+from .length_rope import length_rope
+from .low_bit_cache import LowBitCache
 from .prompt_folder import PromptFolder
+from .summary import Summary, table
 
 
 class Match(NamedTuple):
@@ -103,10 +103,8 @@ class PrefixStore:
     def nbytes(self) -> int:
         """Bytes of the texts on the device. Pages that several texts share count once."""
         with self._lock:
-            page_ranges = {
-                id(page_range): page_range.nbytes for prompt in self._prompts for page_range, _ in prompt.page_ranges
-            }
-            return sum(page_ranges.values()) + sum(prompt.window_bytes for prompt in self._prompts)
+            tensors = {id(x): x.nbytes for prompt in self._prompts for x in prompt.contents.tensors()}
+            return sum(tensors.values())
 
     def clear(self) -> None:
         """Drop all texts, the files too. Raises `OSError` if files cannot be removed."""
@@ -216,14 +214,14 @@ class PrefixStore:
         matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
         tokens = min(matches)
         if len(ends) > 1 or any(restorable(prompt.contents, tokens) < tokens for prompt in prompts):
-            tokens = min(map(usable, prompts, matches))
+            tokens = min(whole_pages(prompt.contents, match) for prompt, match in zip(prompts, matches, strict=True))
         if tokens <= known:
             return self._missed(common, known)
         for prompt in prompts:
             self._touch(prompt)
         self.hits += 1
         self.tokens_saved += tokens * len(rows)
-        return Match(tokens, common, contents_for(prompts, tokens))
+        return Match(tokens, common, joined_rows([prompt.contents for prompt in prompts], tokens))
 
     def _missed(self, common: int, known: int = 0) -> Match:
         self.misses += not known
@@ -253,24 +251,16 @@ class PrefixStore:
             self._make_room()
 
     def _add(self, cache: LowBitCache, row: int, ids: torch.Tensor, key: Key) -> None:
-        alike: KeptPrompt | None = None
-        continued = list[KeptPrompt]()
-        common_pages, paged = 0, list[int]()
         model = cache.model.get("kept")
-        for prompt in [x for x in self._prompts if x.seed == key.digest and x.suits(model)]:
-            match = prompt.matches(ids)
-            if match == len(ids) and (match == len(prompt.ids) or not prompt.native_layers):
+        alike = {prompt: prompt.matches(ids) for prompt in self._alike(key.digest, model)}
+        for prompt, match in alike.items():
+            if match == len(ids) and (match == len(prompt.ids) or not prompt.contents.native_layers):
                 self._touch(prompt)
                 return  # it is stored already, or part of a stored text
-            paged = paged or [int(x.store.state.paged[row, 0]) for x in cache.packed_layers if x.store is not None]
-            if (pages := pages_in_common(prompt, match, paged)) > common_pages:
-                common_pages, alike = pages, prompt
-            if match == len(prompt.ids) and not prompt.native_layers:
-                continued.append(prompt)  # the new text continues it
-        shared = [] if alike is None else _first_pages(alike.page_ranges, equal_pages(alike, cache, row, common_pages))
-        contents = cache_contents.take(cache, row=row, first_page=sum(pages for _, pages in shared))
-        header = {**key.header, "embedded": rows_digest(model, ids)}
-        new = KeptPrompt.of(key.digest, ids, contents, header, shared)
+        nearest = max(alike.items(), key=lambda each: pages_of(each[0].contents, each[1]), default=())
+        contents = cache_contents.take(cache, shared=True, row=row)
+        contents = sharing_pages(contents, *nearest)
+        new = KeptPrompt(key.digest, ids, contents, {**key.header, "embedded": rows_digest(model, ids)})
         if new.nbytes > self.max_bytes:
             if self._folder is None and not self._warned_of_size:
                 self._warned_of_size = True
@@ -281,9 +271,10 @@ class PrefixStore:
                 )
             self._move_to_folder(new)
             return
-        self._prompts = [prompt for prompt in self._prompts if prompt not in continued] + [new]
-        for prompt in continued:
-            self._trim(prompt)
+        self._prompts.append(new)
+        for prompt, match in alike.items():
+            if match == len(prompt.ids) and not prompt.contents.native_layers:  # the new text continues it
+                self._remove(prompt)
 
     # ---- in detail ------------------------------------------------------------------------------------------------
 
@@ -301,7 +292,7 @@ class PrefixStore:
         return Key(fingerprint_digest(identity), saved_cache.header_of(cache, fingerprint))
 
     def _alike(self, seed: str, model: Any) -> list[KeptPrompt]:
-        return [x for x in self._prompts if x.seed == seed and _device_of(x) == model.device and x.suits(model)]
+        return [x for x in self._prompts if x.seed == seed and x.device == model.device and x.suits(model)]
 
     def _load_longer(self, seed: str, model: Any, ids: torch.Tensor, known: int) -> bool:
         """Load the text of the folder that has most tokens in common with this one, if those on the device have fewer. Returns
@@ -332,9 +323,8 @@ class PrefixStore:
         """Remove the oldest texts beyond the limit. First those that are larger than the limit, which a folder had."""
         while self._prompts and self.nbytes > self.max_bytes:
             oldest = min(self._prompts, key=lambda prompt: prompt.nbytes <= self.max_bytes)
-            self._prompts.remove(oldest)
             self._move_to_folder(oldest)
-            self._trim(oldest)
+            self._remove(oldest)
 
     def _move_to_folder(self, prompt: KeptPrompt) -> None:
         """Write a text that is not kept on the device, if there is a folder."""
@@ -350,22 +340,8 @@ class PrefixStore:
                 stacklevel=2,
             )
 
-    def _trim(self, gone: KeptPrompt) -> None:
-        """Free pages that only this text used, in ranges that other texts use too."""
-        for page_range, _ in gone.page_ranges:
-            used = [n for prompt in self._prompts for other, n in prompt.page_ranges if other is page_range]
-            if used and max(used) < page_range.count:
-                page_range.trim(max(used))
-
-
-def _first_pages(page_ranges: list[tuple[PageRange, int]], pages: int) -> list[tuple[PageRange, int]]:
-    out = []
-    for page_range, count in page_ranges:
-        if pages > 0:
-            out.append((page_range, min(count, pages)))
-            pages -= count
-    return out
-
-
-def _device_of(prompt: KeptPrompt) -> torch.device:
-    return next(iter(prompt.contents.layers.values())).sinks[0][0].device
+    def _remove(self, prompt: KeptPrompt) -> None:
+        """Remove a text, and free the pages that only it used."""
+        self._prompts.remove(prompt)
+        for slab in prompt.acquired:
+            trim(self._prompts, slab)

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 
-from ..cache import saved_cache
-from ..cache.cache_contents import common_prefix
-from ..cache.checked_tensors import UninterpretableError
-from ..storage.paged_store import read_pages
 from ..storage.process_stamps import ReadOnce
-from .kept_prompt import KeptPrompt, contents_for
+from . import saved_cache
+from .cache_contents import common_prefix, joined_rows
+from .checked_tensors import UninterpretableError
+from .kept_prompt import KeptPrompt, trim
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
@@ -139,7 +138,7 @@ class PromptFolder:
         """Write a text to a new folder, unless another store does so first."""
         work = self._unnamed()
         try:
-            saved_cache.write(work, contents_for([prompt]), prompt.header, more)
+            saved_cache.write(work, joined_rows([prompt.contents]), prompt.header, more)
             (work / saved_cache.LOCK_NAME).unlink(missing_ok=True)  # no other process uses this folder
             with contextlib.suppress(OSError):  # the text is there
                 work.rename(folder)
@@ -194,10 +193,8 @@ def _name(seed: str, ids: torch.Tensor) -> str:
 
 def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:
     contents, more = saved_cache.contents_in(description, tensors), description["more"]
-    for index, layer in contents.layers.items():
-        (slab,), ids = layer.slabs, layer.table[0]
-        if not torch.equal(ids, torch.arange(len(slab))):
-            in_order = [read_pages([slab], ids.to(slab.device))]
-            contents.layers[index] = layer._replace(slabs=in_order)
     header = saved_cache.header_in(description, tensors)
-    return KeptPrompt.of(more["seed"], torch.tensor(more["ids"]), contents, header)
+    prompt = KeptPrompt(more["seed"], torch.tensor(more["ids"]), contents, header)
+    for slab in list(prompt.acquired):
+        trim([prompt], slab)  # other texts had the rest
+    return prompt
