@@ -19,7 +19,7 @@ from ..storage.layer_spec import LayerSpec
 from . import gradients as differentiation
 from .calibration_plan import CalibrationPlan, KeptPages, jobs_of
 from .calibration_windows import Tokens, announcement, first_positions, longest_window
-from .calibrators import ALIKE
+from .calibrators import ALIKE, POWER, StaticCalibrator
 from .progress import Report, reporting, say
 from .window_passes import run_windows
 
@@ -133,6 +133,8 @@ def calibrate(
     }
     if grids:
         source["mix"] = ALIKE
+    if any(isinstance(calibrator, StaticCalibrator) for calibrator in plan.calibrators.values()):
+        source["power"] = POWER
     source |= {
         "page_sizes": plan.page_sizes,
         "seed": seed,

@@ -103,7 +103,10 @@ class Calibrator(ABC):
 #: multiple of the identity added to the weights of a head, so that errors in all directions have a cost
 RIDGE = 0.3
 #: multiples of the Gaussian step that are tried for each channel
-FACTORS = tuple(0.6 + i / 15 for i in range(13))
+FACTORS = (*(0.6 + i / 15 for i in range(13)), 1.5, 1.65, 1.8, 2.0, 2.25, 2.5, 2.8, 3.2, 3.6, 4.0)
+#: channels of at least so many bits get the step with the smallest error to this power. In other texts pages spread wider than
+#: in those of the calibration, and numbers beyond the range of a channel with a small step have large errors
+WIDE_BITS, POWER = 4, 4
 #: tokens per KV head on which steps are fitted
 TOKENS = 128 * 128
 SMALLEST_SIZE = 1e-6
@@ -183,8 +186,9 @@ def _square_root(matrix: torch.Tensor) -> torch.Tensor:
 class StaticCalibrator(Calibrator):
     """Centers and steps of each channel.
 
-    Centers are means. Steps are fitted to tokens minus the mean of their page: the best of 13 multiples of the Gaussian
-    step for each channel, by weighted error. With token scales the step is the Gaussian step for tokens of typical size.
+    Centers are means. Steps are fitted to tokens minus the mean of their page: the best multiple (`FACTORS`) of the
+    Gaussian step for each channel, by weighted squared error, or by its fourth power in channels of 4 bits and more. With
+    token scales the step is the Gaussian step for tokens of typical size.
 
     If pages have no means, the center of a KV head is either the mean or 0. Tokens with the most attention often have
     small values, which get small token scales around 0 but not around a mean. So the weighted error decides between the
@@ -232,9 +236,11 @@ class StaticCalibrator(Calibrator):
             typical = (rest / size[:, None]).square().mean(-1).sqrt().clamp(min=SMALLEST_SIZE).log().mean(-1).exp()
             return size * typical[:, None] * gaussian
         best, step = torch.full_like(size, torch.inf), size * gaussian
+        power = torch.where(bits >= WIDE_BITS, POWER, 2)
         for factor in FACTORS:
             candidate = size * gaussian * factor
-            error = ((uniform_codes(rest, candidate[:, None], bits) - rest).square() * shares).sum(1)
+            lost = (uniform_codes(rest, candidate[:, None], bits) - rest).abs() / size[:, None]
+            error = (lost.pow(power) * shares).sum(1)
             step, best = torch.where(error < best, candidate, step), torch.minimum(error, best)
         return step
 

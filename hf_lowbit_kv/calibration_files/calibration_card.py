@@ -18,6 +18,7 @@ RUN_FIELDS = {
     "length": "tokens per window",
     "seed": "seed",
     "mix": "share of unweighted statistics",
+    "power": "power of errors by which steps of 4 bits and more are chosen (2 before)",
     "gradients": "gradients",
     "attention": "weighted by attention",
     "versions": "versions",

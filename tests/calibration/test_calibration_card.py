@@ -107,7 +107,7 @@ def test_a_run_says_what_it_read():
     (run,) = made.source
     assert run["texts"] == ["squares.txt", "rest.txt"]
     assert run["text_hashes"] == [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
-    assert run["mix"] == ALIKE
+    assert (run["mix"], run["power"]) == (ALIKE, 4)
     page = card(made, [{"preset": "eigen-2", "kl": 0.1, "text": "held-out.txt"}])
     assert "squares.txt" in page
     assert run["text_hashes"][1] in page

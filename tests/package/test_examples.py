@@ -24,7 +24,14 @@ pytest.importorskip("sybil")
 from page_examples import ROOT, Page, Registry, find_command, pages, shell_lines
 
 #: pages that take more than some seconds
-LONG = {"docs/protocols.md", "docs/several-gpus.md", "docs/measure.md", "docs/lm-eval.md", "docs/calibrate.md"}
+LONG = {
+    "docs/protocols.md",
+    "docs/several-gpus.md",
+    "docs/several-machines.md",
+    "docs/measure.md",
+    "docs/lm-eval.md",
+    "docs/calibrate.md",
+}
 LONG |= {f"docs/dev/{name}.md" for name in ("own-formats", "vecinfer", "mla")}
 NAME = "Qwen/Qwen3-8B"
 NAMES = [name for name in lb.__all__ if name != "ATTENTION_NAME"]
