@@ -260,7 +260,8 @@ class LowBitCache(Cache, PushToHubMixin):
         if torch.compiler.is_compiling():
             self.guard.uncounted()
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer, rows, tokens = self.layers[layer_idx], key_states.shape[0], key_states.shape[2]
+        layer: Any = self.layers[layer_idx]
+        rows, tokens = key_states.shape[0], key_states.shape[2]
         if layer_idx == self.guard.starts_at:
             self.guard.begin(self, tokens, kwargs.get("kwargs", {}))  # transformers hands its arguments on since 5.24
             self._note_or_check_model(tokens)
@@ -271,11 +272,12 @@ class LowBitCache(Cache, PushToHubMixin):
                 self.positions.note(model, rows, stored > 0)
             for memory in self.memories if stored else ():
                 memory.reserve(stored + tokens)  # in all layers, before one of them stores a token
-        new = layer is self._first_packed_layer and not layer.is_initialized
-        if layer is self._first_packed_layer and tokens > 1 and not new:
+        first = layer_idx == self._first_packed_index
+        new = first and not layer.is_initialized
+        if first and tokens > 1 and not new:
             # each layer would ask the device for its own count, and so wait for the layers before it
-            self._first_packed_layer.length.sync_counts([each.length for each in self.packed_layers])
-        if layer is self._first_packed_layer and not self.facts.warned and not layer.attends_packed:
+            layer.length.sync_counts([each.length for each in self.packed_layers])
+        if first and not self.facts.warned and not layer.attends_packed:
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self.facts.warned = True
             warn_if_dense(layer.config, layer.holds_packed)
@@ -285,7 +287,7 @@ class LowBitCache(Cache, PushToHubMixin):
         with writable_anywhere(layer):
             out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
-            choice.warn_of_reference(self._first_packed_layer.why_slow_reference)
+            choice.warn_of_reference(layer.why_slow_reference)
             if self._weights_to_come:
                 specs = {index: x.spec for index, x in enumerate(self.layers) if isinstance(x, LowBitLayer)}
                 self._weights_to_come = warn_of_spoiled_keys(self.model.alive(), specs, self.packed_sizes)

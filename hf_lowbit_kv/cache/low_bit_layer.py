@@ -198,7 +198,7 @@ class LowBitLayer(CacheLayerMixin):
         return self.facts.mode == "packed"
 
     def _current_mode(self) -> str:
-        return "packed" if self.attends_packed else "dense"
+        return "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens seen so far, padding included; `store.state.length` has the true lengths of rows."""

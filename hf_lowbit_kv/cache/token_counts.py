@@ -149,6 +149,8 @@ class Length:
     of_pool = False
     #: tokens that a row can hold; `None`: there is no bound
     capacity: int | None = None
+    #: whether the layer's tensors never move. Compiled and recorded steps need that
+    fixed = False
     #: tokens seen, padding included: a number, or a tensor int64 `[]` on the layer's device
     seen: int | torch.Tensor
     #: lower bound of `seen`, known in Python
@@ -156,11 +158,6 @@ class Length:
 
     def __init__(self) -> None:
         self.seen = self.at_least = 0
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the layer's tensors never move. Compiled and recorded steps need that."""
-        return self.capacity is not None
 
     def place(self, device: torch.device) -> None:
         """Called when the layer allocates its tensors on this device."""
@@ -201,6 +198,7 @@ class DeviceLength(Length):
     """The number of tokens in a preallocated layer, an int64 scalar on the device."""
 
     capacity: int
+    fixed = True
     seen: torch.Tensor
     #: whether `at_least` is the device's count, so that the next `check` need not wait
     _compared = False
@@ -259,7 +257,7 @@ class PoolLength(Length):
     """The length of rows of a pool. The pool sets it before each pass, sees to the rows' room, and crops no row. If rows
     differ in length, any of their lengths is correct."""
 
-    of_pool = True
+    fixed = of_pool = True
 
     def __init__(self, capacity: int):
         super().__init__()

@@ -123,7 +123,7 @@ class Format(Parametrized, ABC):
 
     def page_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page of one KV head."""
-        return size(self.fields(head_dim, page_size, dtype))
+        return _page_bytes(self, head_dim, page_size, dtype)
 
     def code_bytes(self, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
         """Bytes of one page that hold codes (the rest is metadata: scales, zero points, maps)."""
@@ -136,7 +136,7 @@ class Format(Parametrized, ABC):
     def split(self, pages: torch.Tensor, head_dim: int, page_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Bytes `[..., page_bytes]` (uint8, last axis contiguous) -> typed views `[..., *shape]`; writing to a view
         writes to the page."""
-        return views(pages, self.fields(head_dim, page_size, dtype))
+        return views(pages, _fields(self, head_dim, page_size, dtype))
 
     def encode(self, x: torch.Tensor, dtype: torch.dtype | None = None, parameters: Tensors = ()) -> torch.Tensor:
         """Tokens `[..., H, page_size, head_dim]` -> bytes `[..., H, page_bytes]` (uint8). dtype: the model's. Without
@@ -187,3 +187,8 @@ class Format(Parametrized, ABC):
 @functools.cache  # every layer asks in every step on a CPU
 def _fields(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype) -> tuple[Field, ...]:
     return contiguous_fields(fmt.arrays(head_dim, page_size, dtype))
+
+
+@functools.cache
+def _page_bytes(fmt: Format, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
+    return size(_fields(fmt, head_dim, page_size, dtype))

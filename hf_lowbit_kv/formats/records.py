@@ -25,10 +25,7 @@ class Field(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    nbytes: int
 
 
 class Parameter(NamedTuple):
@@ -43,7 +40,7 @@ def contiguous_fields(arrays: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]
     """Fields for arrays (name, dtype, shape), packed contiguously with alignment."""
     fields, offset = [], 0
     for name, dtype, shape in arrays:
-        fields.append(Field(name, dtype, shape, offset))
+        fields.append(Field(name, dtype, shape, offset, math.prod(shape) * dtype.itemsize))
         offset = _aligned(offset + fields[-1].nbytes)
     return tuple(fields)
 

@@ -90,6 +90,7 @@ class LayerStore:
     """
 
     kernels: dict[Any, Any]
+    key: str
 
     def __init__(self, state: LayerState, spec: LayerSpec):
         self.spec, self.state = spec, state
@@ -97,24 +98,14 @@ class LayerStore:
         self.head_dim_k, self.head_dim_v = state.head_dims
         self.dtype, self.device = state.sink_k.dtype, state.length.device
 
-    @property
-    def spec(self) -> LayerSpec:
-        return self._spec
-
-    @spec.setter
-    def spec(self, spec: LayerSpec) -> None:
-        self._spec = spec
-        self.key = spec.key  # computed here, because a compiled step only reads it
-        self._forget()
-
-    @property
-    def state(self) -> LayerState:
-        return self._state
-
-    @state.setter
-    def state(self, state: LayerState) -> None:
-        self._state = state
-        self._forget()
+    def __setattr__(
+        self, name: str, value: Any
+    ) -> None:  # steps read these more often than a property should be called
+        object.__setattr__(self, name, value)
+        if name == "spec":
+            self.key = value.key  # computed here, because a compiled step only reads it
+        if name in ("spec", "state"):
+            self._forget()
 
     def _forget(self) -> None:
         """A copy starts without prepared kernels."""
