@@ -98,9 +98,7 @@ class LayerStore:
         self.head_dim_k, self.head_dim_v = state.head_dims
         self.dtype, self.device = state.sink_k.dtype, state.length.device
 
-    def __setattr__(
-        self, name: str, value: Any
-    ) -> None:  # steps read these more often than a property should be called
+    def __setattr__(self, name: str, value: Any) -> None:  # no properties: steps read these often
         object.__setattr__(self, name, value)
         if name == "spec":
             self.key = value.key  # computed here, because a compiled step only reads it
