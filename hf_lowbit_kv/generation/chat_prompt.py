@@ -133,9 +133,8 @@ def check_messages(name: str, messages: Sequence[Any]) -> None:
 
 def check_content(name: str, content: Any) -> None:
     """Raise `ValueError` for content that is neither a text nor a list of parts that are texts. `None` is allowed."""
-    for part in (
-        content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
-    ):
+    parts = content if isinstance(content, list) else [{"type": "text", "text": "" if content is None else content}]
+    for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
         if isinstance(kind, str) and kind != "text":
             raise ValueError(f"{name} has a part of type {kind!r}, and only text is served here; use lb.generate")

@@ -156,8 +156,7 @@ def test_covariances_and_steps_are_weighed():
 
 
 def test_steps_of_wide_channels_cover_rare_large_numbers():
-    """One key in 500 is 8 times as large as the others. With the best step for squares a channel of 5 bits would end at a
-    quarter of it."""
+    """One number in 500 is 8 times as large as the others. The best steps for squares end at 6 in some channels of 5 bits."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.randn(1, 32, 128, 64, generator=generator)
     pages[torch.rand(pages.shape, generator=generator) < 1 / 500] *= 8
