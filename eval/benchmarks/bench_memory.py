@@ -34,6 +34,7 @@ how many such rows fit beside weights, parameters and a reserve. Temporary memor
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -41,9 +42,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.cache.cache_argument import as_argument, cache_in
+from hf_lowbit_kv.cache.native_layers import tensors_of
 from hf_lowbit_kv.eval.benchmarks.contenders import Contender, Wanted, is_host, low_bit_cache, make
 from hf_lowbit_kv.eval.benchmarks.random_models import (
     PeakMemory,
@@ -68,6 +72,7 @@ from hf_lowbit_kv.eval.benchmarks.result_files import (
 )
 from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.planning.cache_memory import CHUNK
+from hf_lowbit_kv.planning.fits import CUDA_BYTES
 from hf_lowbit_kv.planning.model_shapes import shape_of
 
 # ---- generate ---------------------------------------------------------------------------------------------------------
@@ -169,43 +174,66 @@ def measure_generate(
 
 
 @torch.no_grad()
-def measure_fits(name: str, preset: str, context: int, new_tokens: int, device: torch.device) -> dict[str, Any]:
+def measure_fits(
+    name: str, preset: str, context: int, new_tokens: int, device: torch.device, memory: int
+) -> dict[str, Any]:
     """One `lb.generate` that fills a cache of `context` tokens.
 
     Returns:
-        A record without provenance, in bytes: `counted` and its parts, `peak` (PyTorch's peak of requested tensors),
-        `in_use` (GPU memory in use, less that before the call), `nbytes` (of the cache).
+        A record without provenance, in bytes: `counted` and its parts, and the `longest` text that `fits` names. `fit`:
+        whether the memory was enough. If so, `peak` (PyTorch's peak of requested tensors), `in_use` (GPU memory in use, less
+        that before the call), `nbytes` (of the cache).
     """
     free_before = torch.cuda.mem_get_info(device)[1]  # the first call makes CUDA's context, which is counted
     model = random_model(shape_of(name).config, torch.bfloat16, device)
-    fit = lb.fits(model, context, torch.cuda.get_device_properties(device).total_memory, presets=[preset])[1]
+    full = preset in ("dense", "DynamicCache")
+    fit = lb.fits(model, context, memory, presets=["int8" if full else preset])[not full]
+    if is_host(preset):
+        model.set_attn_implementation("sdpa")
+        generate: Any = functools.partial(model.generate, past_key_values=DynamicCache(config=model.config))
+    else:
+        generate = functools.partial(lb.generate, model, preset=preset)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    prompt = torch.randint(0, model.config.vocab_size, (1, context - new_tokens), device=device)
-    out = lb.generate(
-        model,
-        input_ids=prompt,
-        preset=preset,
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        prefill_chunk_size=CHUNK,
-        do_sample=False,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-    )
-    cache = cache_in(out)
-    return {
+    record = {
         "model": name,
         "preset": preset,
         "context": context,
+        "new_tokens": new_tokens,
+        "memory": memory,
+        "longest": fit.longest_context,
         "counted": fit.total,
         "weights": fit.weights,
         "cache": fit.cache,
         "chunk": fit.chunk,
         "cuda": fit.cuda,
+    }
+    prompt = torch.randint(0, model.config.vocab_size, (1, context - new_tokens), device=device)
+    begin = time.perf_counter()
+    try:
+        out = generate(
+            input_ids=prompt,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            prefill_chunk_size=CHUNK,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+    except torch.OutOfMemoryError as error:
+        print(error)
+        return record | {"fit": False}
+    assert out.sequences.shape == (1, context)
+    cache = cache_in(out)
+    return record | {
+        "fit": True,
         "peak": torch.cuda.memory_stats(device)["requested_bytes.all.peak"],
+        "reserved": torch.cuda.max_memory_reserved(device),
         "in_use": free_before - torch.cuda.mem_get_info(device)[0],
-        "nbytes": int(cache.nbytes),
+        "nbytes": sum(x.nbytes for layer in cache.layers for x in tensors_of(layer))
+        if is_host(preset)
+        else int(cache.nbytes),
+        "seconds": time.perf_counter() - begin,
     }
 
 
@@ -214,16 +242,20 @@ def compare_fits(
     preset: Annotated[str, typer.Option(help="Preset.")] = "kivi-4-sink",
     context: Annotated[int, typer.Option(help="Tokens of the row.")] = 65536,
     new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 32,
+    memory: Annotated[str | None, typer.Option(help="Of a smaller GPU, e.g. 24GB [default: all there is].")] = None,
     device: Device = "cuda",
     commit: Commit = None,
     out: Out = None,
 ) -> None:
     """Measure, append a JSON line, and compare."""
     run = Run("fits", device, commit, out)
-    record = measure_fits(model, preset, context, new_tokens, run.device)
-    run.add(record | {"relative": record["in_use"] / record["counted"] - 1})
-    sizes = ("weights", "cache", "nbytes", "chunk", "cuda", "counted", "peak", "in_use")
-    run.end(*(f"{name}:GB" for name in sizes), "relative:+.1%")
+    there_is = torch.cuda.get_device_properties(run.device).total_memory
+    limit = there_is if memory is None else parse_size(memory)
+    torch.cuda.set_per_process_memory_fraction(min((limit - CUDA_BYTES) / there_is, 1.0), run.device.index or 0)
+    record = measure_fits(model, preset, context, new_tokens, run.device, limit)
+    run.add(record | ({"relative": record["in_use"] / record["counted"] - 1} if record["fit"] else {}))
+    sizes = ("weights", "cache", "nbytes", "chunk", "cuda", "counted", "peak", "in_use", "memory")
+    run.end("preset", "context", "fit", *(f"{name}:GB" for name in sizes), "relative:+.1%")
 
 
 # ---- batch ------------------------------------------------------------------------------------------------------------
