@@ -147,7 +147,7 @@ class TritonOperations(Operations):
     launches = launches
 
     def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
-        return restored(_attend(transformed_with(transform, inputs, store), store), store)
+        return restored(_attend(transformed_with(transform, inputs, store), store), store, transform)
 
     def append(self, inputs: StepInputs, store: LayerStore) -> None:
         _append(transformed_with(transform, inputs._replace(q=None), store), store)
@@ -158,7 +158,7 @@ class TritonOperations(Operations):
         inputs = transformed_with(transform, inputs, store)
         out = _attend(inputs, store)
         _append(inputs, store)
-        return restored(out, store)
+        return restored(out, store, transform)
 
     def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(store, max_length)

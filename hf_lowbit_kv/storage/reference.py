@@ -111,12 +111,15 @@ def transformed_with(kernel: Callable, inputs: StepInputs, store: LayerStore, ke
     return inputs._replace(q=q, k=k, v=v, score_bias=score_bias)
 
 
-def restored(out: torch.Tensor, store: LayerStore) -> torch.Tensor:
-    """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects."""
+def restored(out: torch.Tensor, store: LayerStore, kernel: Callable | None = None) -> torch.Tensor:
+    """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects. kernel: called instead of
+    `transform` where a rotation is its own inverse."""
     value_transform = store.spec.value_transform
     if value_transform.identity:
         return out
     tensors, heads = store.tensors()["value_transform"], store.state.length.shape[1]
+    if kernel is not None and value_transform.own_inverse(out.shape[-1]):  # which is the same for all heads
+        return kernel(None, out, value_transform, tensors)[1]
     return value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 

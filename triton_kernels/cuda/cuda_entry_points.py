@@ -96,13 +96,13 @@ class CudaOperations(Operations):
             from .. import prompt
 
             inputs = _transformed(inputs, store)
-            return restored(prompt.attend(inputs, store), store), inputs
+            return restored(prompt.attend(inputs, store), store, transform), inputs
         kernel = kernel_for(inputs, store, append and inputs.tokens == 1)
         if not store.spec.untransformed:
             inputs = _transformed(inputs, store, keys=kernel.transform is None)
         out, keys = kernel(inputs)
         if not kernel.restores:
-            out = restored(out, store)
+            out = restored(out, store, transform)
         return out, None if kernel.appends else inputs._replace(k=keys)
 
     def append(self, inputs: StepInputs, store: LayerStore) -> None:
