@@ -14,6 +14,8 @@
 //
 // The instruction m16n8k16 computes q k^T and p v. Its left operand is the stored tokens, its eight columns are query rows (heads x tokens).
 // Lane 4 g + t holds columns 2 t and 2 t + 1 of every accumulator.
+//
+// FOLLOWS: `project.cu` makes queries, new keys and values. This kernel may begin before that one ends, so it waits for it before it reads them.
 #include "warp.cuh"
 #include "exchange.cuh"
 #include "pages.cuh"
@@ -70,16 +72,17 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
   Split split;
   Queries queries;
   int b, h;
-  bool queries_loaded = uniform_row(a, grid_warp_group, b, h);
+  const bool has_row = uniform_row(a, grid_warp_group, b, h);
+  bool queries_loaded = has_row && !FOLLOWS;
   if (queries_loaded) queries.load(a, b, h, row_block, warp, lane);
   const u32 tables = shared_address(memory) + WARP_GROUPS * WARP_GROUP_BYTES;
   if constexpr (TABLES && SHARED_TABLES) fill_tables(a, tables, 0, threadIdx.x);
   const bool uniform =
-      a.schedule() != WORK_RANGES && uniform_split(a, row_block, grid_warp_group, queries_loaded, b, h, lane, split);
+      a.schedule() != WORK_RANGES && uniform_split(a, row_block, grid_warp_group, has_row, b, h, lane, split);
   queries_loaded &= uniform;
   if (uniform && thread == 0) splits[warp_group] = split;  // `next_row` advances it
   if (!uniform) {
-    if (warp == 0) Plan(a, row_block, grid_warp_group, lane).next(splits[warp_group], ranges[warp_group]);
+    if (warp == 0) plan_first(a, row_block, grid_warp_group, lane, splits[warp_group], ranges[warp_group]);
     sync_warp_group(warp_group);
     split = splits[warp_group];
   }
@@ -88,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     __syncthreads();
   }
   if (split.kind == Split::NONE) {
+    if constexpr (FOLLOWS) wait_for_previous();
     if (warp == 0) TokenStore::release_unused(a, lane);
     return;
   }
@@ -118,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
 
     // start the copies, and write the queries to where products read them
     if (queries_loaded) queries.settle();
-    else queries.load(a, row.b, row.h, row_block, warp, lane);
+    else if constexpr (!FOLLOWS) queries.load(a, row.b, row.h, row_block, warp, lane);
     Pages pages(a, row, work, &tiles_taken[warp_group], lane, exchange);
     if (takes_window) transform_chunk(a, row, w0 + worker, w1, window_workers, lane);
     const bool reload_tables = TABLES && !SHARED_TABLES && tables_head != row.h;
@@ -126,8 +130,14 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
       fill_tables(a, tables, row.h, thread);
       tables_head = row.h;
     }
+    if constexpr (FOLLOWS)
+      if (takes_window) wait_for_previous();
     if (takes_window) window.start();
     else pages.start(w, first_tile, stages);
+    if constexpr (FOLLOWS) {
+      wait_for_previous();
+      queries.load(a, row.b, row.h, row_block, warp, lane);
+    }
     if (!queries_loaded) queries.settle();
     queries_loaded = false;
     queries.put(a, smem, row.h, warp, lane);
@@ -170,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     if (split.last) return;
     if (split.kind == Split::WHOLE_ROWS) {
       if (thread == 0) next_row(a, splits[warp_group]);
-    } else if (warp == 0) Plan(a, row_block, ranges[warp_group], lane).next(splits[warp_group], ranges[warp_group]);
+    } else if (warp == 0) plan_next(a, row_block, lane, splits[warp_group], ranges[warp_group]);
     sync_warp_group(warp_group);
     split = splits[warp_group];
   }

@@ -98,9 +98,10 @@ class CudaOperations(Operations):
             inputs = _transformed(inputs, store)
             return restored(prompt.attend(inputs, store), store, transform), inputs
         kernel = kernel_for(inputs, store, append and inputs.tokens == 1)
+        projects = kernel.transform is None and _projects(inputs, store.spec)
         if not store.spec.untransformed:
             inputs = _transformed(inputs, store, keys=kernel.transform is None)
-        out, keys = kernel(inputs)
+        out, keys = kernel(inputs, early=projects)
         if not kernel.restores:
             out = restored(out, store, transform)
         return out, None if kernel.appends else inputs._replace(k=keys)

@@ -167,8 +167,9 @@ class DecodeKernel:
             set_layer_fields(self._append_args, store)
             self._append_args.heads, self._append_args.tokens = heads, tokens
 
-    def __call__(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the new keys as they are stored."""
+    def __call__(self, inputs: StepInputs, early: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the kernel. Returns the output `[B, S, Hq, D]`, and the new keys as they are stored. early: as for
+        `Module.launch`."""
         q, k, v, mask, scaling, softcap, sinks, _, score_bias = inputs
         assert q is not None
         args, strides = self._args, (q.stride(), k.stride(), v.stride(), mask is not None and mask.stride())
@@ -194,7 +195,7 @@ class DecodeKernel:
             append.k, append.v, append.mask = args.k, args.v, args.mask
             args.arrived = args.counters + 4 * self._arrived_index
         count_launch("attend")
-        self._module.launch("attend", self._grid, self._threads, args, shared=self._shared)
+        self._module.launch("attend", self._grid, self._threads, args, shared=self._shared, early=early)
         return out, keys
 
     def _set_strides(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> None:

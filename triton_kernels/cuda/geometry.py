@@ -320,6 +320,7 @@ def attend_defines(
             "ORDERED": int(ordered),
             "APPENDS": int(appends),
             "SHARED_TABLES": int(not per_head),
+            "FOLLOWS": int(spec.key_transform.product),
             "RESTORED": int(restores),
         }
         | (_encoder_macros(keys, values) if appends else {})

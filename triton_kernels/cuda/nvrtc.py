@@ -201,20 +201,37 @@ class Module:
             self._functions[name] = function
         return self._functions[name]
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0) -> None:
-        """Launch on torch's current stream. args: ctypes objects, copied before this returns."""
+    def launch(
+        self, name: str, grid: tuple[int, int, int], threads: int, *args: Any, shared: int = 0, early: bool = False
+    ) -> None:
+        """Launch on torch's current stream. args: ctypes objects, copied before this returns. early: it may begin before the
+        previous kernel ends, for which it waits itself; not before Hopper."""
         pointers = (ctypes.c_void_p * len(args))(*(ctypes.addressof(arg) for arg in args))
         with on_device(self.device):
             stream = torch.cuda.current_stream(self.device).cuda_stream
-            call = (
-                *(self.function(name, shared), *grid, threads, 1, 1, shared, stream),
-                *(ctypes.addressof(pointers), 0),
-            )
-            status = self._driver.cuLaunchKernel(*call)[0]
-            if status == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
+            function, driver = self.function(name, shared), self._driver
+            launch: Any = driver.cuLaunchKernel
+            call: tuple = (function, *grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0)
+            if early and torch.cuda.get_device_capability(self.device) >= (9, 0):
+                launch = driver.cuLaunchKernelEx
+                call = (_early(driver, grid, threads, shared, stream), function, ctypes.addressof(pointers), 0)
+            status = launch(*call)[0]
+            if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
                 _enter_context(self.device.index)
-                status = self._driver.cuLaunchKernel(*call)[0]
+                status = launch(*call)[0]
         _checked((status,))
+
+
+def _early(driver: Any, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> Any:
+    """The configuration of a launch that may begin before the previous kernel ends."""
+    config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, stream
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 @functools.cache

@@ -86,6 +86,7 @@ __device__ __forceinline__ void project_rows(Space& space, const u8* from, u8* t
 // Grid: CTAs for queries, then keys, then values.
 extern "C" __global__ void __launch_bounds__(THREADS) project(const __grid_constant__ ProjectArgs a) {
   __shared__ Space space;
+  let_next_begin();
   const int groups = a.q_heads / a.heads, rows_k = a.batch * a.tokens, rows_q = rows_k * groups;
   const int blocks_q = (rows_q + EACH - 1) / EACH * BANDS,
             blocks_k = (rows_k + EACH - 1) / EACH * BANDS;  // CTAs of a KV head

@@ -24,6 +24,19 @@ __device__ __forceinline__ void cp4(u32 s, const void* g) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"); }
 template <int N> __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Lets the next kernel of the stream begin, if it was launched for that (`Module.launch`, `early`).
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Waits until the previous kernel has ended, and what it wrote can be read.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Returns the same pointer, but hides its origin from the compiler. So the compiler adds offsets to it instead of keeping several pointers.
 __device__ __forceinline__ const u8* opaque(const u8* p) {
   asm volatile("" : "+l"(p));

@@ -60,7 +60,7 @@ struct Window {
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int e = 0; e < COLUMNS_USED; e++)
-        query[n][e] = (SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) / a.groups;
+        query[n][e] = (int)__fdividef((SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) + 0.5f, (float)a.groups);
 #pragma unroll 1
     for (int segment = first; segment < stop; segment += stride) {
       const bool more = segment + stride < stop;

@@ -130,7 +130,7 @@ class Module:
     def integer(self, name: str) -> int:
         return ctypes.c_int.in_dll(self.library, name).value
 
-    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
+    def launch(self, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0, early=False) -> None:
         """args: the kernel's arguments, a structure first, then integers."""
         more = (ctypes.c_longlong * max(len(args) - 1, 1))(*(arg.value for arg in args[1:]))
         # blocks run one after the other, every other time from the last to the first: their order must not matter

@@ -41,6 +41,8 @@ template <int V> static void sts(u32 a, const float* x) { check(a, 4 * V); used(
 static void sts4(u32 a, const u32* x) { check(a, 16); used(a, 16, races::WRITE); memcpy(shared_memory + a, x, 16); }
 template <int V> static void lds(u32* r, u32 a) { check(a, 4 * V); used(a, 4 * V, races::READ); memcpy(r, shared_memory + a, 4 * V); }
 static u16 lds_u16(u32 a) { check(a, 2); used(a, 2, races::READ); u16 h; memcpy(&h, shared_memory + a, 2); return h; }
+static void let_next_begin() {}
+static void wait_for_previous() {}
 static const u8* opaque(const u8* p) { return p; }
 static u32 load_now(const u32* p) { return *p; }
 static i64 load_now(const i64* p) { return *p; }
