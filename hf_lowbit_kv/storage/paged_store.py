@@ -99,10 +99,13 @@ class LayerStore:
         self.dtype, self.device = state.sink_k.dtype, state.length.device
 
     def __setattr__(self, name: str, value: Any) -> None:  # no properties: steps read these often
+        before = self.__dict__.get(name)
         object.__setattr__(self, name, value)
         if name == "spec":
             self.key = value.key  # computed here, because a compiled step only reads it
-        if name in ("spec", "state"):
+        if name == "state" and before is not None and before.parameters is value.parameters:
+            self.kernels = {}  # each chunk of a prompt changes the state, and no parameter
+        elif name in ("spec", "state"):
             self._forget()
 
     def _forget(self) -> None:

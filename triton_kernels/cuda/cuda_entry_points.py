@@ -40,9 +40,6 @@ from .geometry import (
 from .modules import attend_macros, expect
 from .nvrtc import Module, load
 
-#: up to this many query rows of a KV head (of all sequences) `project.cu` multiplies them by a matrix
-PROJECTED_ROWS = 4096
-
 
 def _launch(module: Module, name: str, grid: tuple[int, int, int], threads: int, *args, shared: int = 0) -> None:
     count_launch(name)
@@ -143,8 +140,8 @@ def _transformed(inputs: StepInputs, store: LayerStore, keys: bool = True) -> St
 def _projects(inputs: StepInputs, spec: LayerSpec) -> bool:
     """Whether one launch multiplies queries and keys by their matrices, and transforms the values."""
     fused = spec.value_transform.fused
-    few_rows = 0 < inputs.k.shape[0] * inputs.query_rows <= PROJECTED_ROWS
-    return spec.key_transform.product and few_rows and fused is not None and not fused.scaled
+    some_rows = inputs.k.shape[0] * inputs.query_rows > 0
+    return spec.key_transform.product and some_rows and fused is not None and not fused.scaled
 
 
 def _project(inputs: StepInputs, store: LayerStore) -> StepInputs:

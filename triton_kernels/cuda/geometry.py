@@ -125,8 +125,8 @@ def choose_shape(
     row_tiles = 2 if rows > 8 and not wide else 1
     keys, values = sides = _sides(spec, head_dim_k, head_dim_v, dtype)
     bits, plain = max(side.bits for side in sides), not any(side.grouped for side in sides)
-    # with two tiles of rows, scales and zero points of keys per token leave no registers for more
-    long = (row_tiles == 1 or (keys.longer and not wider)) and not wide and spec.page_size >= 64
+    # With two tiles of rows a loop over longer pieces has too many instructions: after another kernel they come from memory.
+    long = row_tiles == 1 and not wide and spec.page_size >= 64
     kv_tile = 64 if long and bits <= 4 and plain else 32
     spread = rows <= 4
     # the number of warps that registers allow

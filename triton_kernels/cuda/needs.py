@@ -39,8 +39,6 @@ class Needs(NamedTuple):
     """bytes of a codebook in shared memory"""
     grouped: bool = False
     """whether scales change inside a page or a head, which takes registers"""
-    longer: bool = False
-    """whether registers allow KV tiles of 64 tokens also with two tiles of query rows"""
     same_for: int = 0
     """keys: number of tokens that share scales. The second KV tile of a work tile then needs no copy of them
     (`SECOND_STAGE_BYTES` in affine_keys.cuh)"""

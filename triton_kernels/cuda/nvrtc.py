@@ -214,7 +214,7 @@ class Module:
             call: tuple = (function, *grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0)
             if early and torch.cuda.get_device_capability(self.device) >= (9, 0):
                 launch = driver.cuLaunchKernelEx
-                call = (_early(driver, grid, threads, shared, stream), function, ctypes.addressof(pointers), 0)
+                call = (_launched_early(driver, grid, threads, shared, stream), function, ctypes.addressof(pointers), 0)
             status = launch(*call)[0]
             if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread has not used the device yet
                 _enter_context(self.device.index)
@@ -222,7 +222,7 @@ class Module:
         _checked((status,))
 
 
-def _early(driver: Any, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> Any:
+def _launched_early(driver: Any, grid: tuple[int, int, int], threads: int, shared: int, stream: int) -> Any:
     """The configuration of a launch that may begin before the previous kernel ends."""
     config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid

@@ -45,11 +45,20 @@ struct Window {
   }
   __device__ __forceinline__ void copy_keys(int segment) const { copy<WK>(0, segment, space); }
   __device__ __forceinline__ void copy_values(int segment) const { copy<WV>(1, segment, space + VALUES); }
-  __device__ __forceinline__ void start() const {
-    if (first < stop) {
-      copy_keys(first);
-      if (!NARROW) copy_values(first);
+  // Starts to copy what the next products need, if possible keys and values by the same instructions: after another kernel, instructions come
+  // from memory.
+  __device__ __forceinline__ void start(int segment) const {
+    if constexpr (NARROW) copy_keys(segment);
+    else if constexpr (WK == WV) {
+#pragma unroll 1
+      for (int side = 0; side < 2; side++) copy<WK>(side, segment, space + side * VALUES);
+    } else {
+      copy_keys(segment);
+      copy_values(segment);
     }
+  }
+  __device__ __forceinline__ void start() const {
+    if (first < stop) start(first);
   }
 
   __device__ __forceinline__ void attend(Warp& w, int row_block, u32 rows, float scale) const {
@@ -63,16 +72,15 @@ struct Window {
         query[n][e] = (int)__fdividef((SPREAD ? t : row_block * ROWS + 8 * n + 2 * t + e) + 0.5f, (float)a.groups);
 #pragma unroll 1
     for (int segment = first; segment < stop; segment += stride) {
-      const bool more = segment + stride < stop;
       float s[2][NT][4];
       wait<NARROW ? 0 : 1>();
       __syncwarp();
       Dense<WK>::scores(s, space, rows, lane);
       exchange.sum((segment - first) / stride & 1, s);
-      __syncwarp();
-      if (NARROW) copy_values(segment);
-      else if (more) copy_keys(segment + stride);
-      else commit();
+      if constexpr (NARROW) {
+        __syncwarp();
+        copy_values(segment);
+      }
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int c = 32 * segment + 4 * g + j - stored;  // index among the new tokens
@@ -86,13 +94,11 @@ struct Window {
           }
       }
       w.subtract_maximum<2>(s);
-      wait<NARROW ? 0 : 1>();
+      wait<0>();
       __syncwarp();
       Dense<WV>::add(w.o, w.l, s, space + VALUES, lane);
       __syncwarp();
-      if (NARROW && more) copy_keys(segment + stride);
-      else if (!NARROW && more) copy_values(segment + stride);
-      else commit();
+      if (segment + stride < stop) start(segment + stride);
     }
     wait<0>();
     exchange.sync();
