@@ -145,6 +145,6 @@ def capacity(cache: LowBitCache) -> int:
 
 
 def cache_length(tokens: int) -> int:
-    """`tokens` rounded up to a multiple of 512, or by at most a quarter if that is more: similar lengths share a cache."""
-    step = max(2 ** (tokens.bit_length() - 3), 512)
+    """`tokens` rounded up to a multiple of 512, or by at most a sixteenth if that is more: similar lengths share a cache."""
+    step = max(2 ** (tokens.bit_length() - 5), 512)
     return -(-tokens // step) * step

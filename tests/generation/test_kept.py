@@ -212,10 +212,10 @@ def test_release_gives_the_memory_back(model):
     lb.release(model)
 
 
-def test_lengths_are_rounded_up_by_a_quarter_at_most():
+def test_lengths_are_rounded_up_by_a_sixteenth_at_most():
     for tokens in (1, 512, 513, 5000, 131072, 131073, 10**6):
         length = kept.cache_length(tokens)
-        assert tokens <= length < tokens + max(tokens / 4, 512)
+        assert tokens <= length < tokens + max(tokens / 16, 512)
         assert kept.cache_length(length) == length
     assert kept.cache_length(5000) == kept.cache_length(5100)
 
