@@ -42,9 +42,9 @@ OPERATIONS = Cpu()
 def _attend(step_inputs: StepInputs, store: LayerStore) -> torch.Tensor:
     """Attention of sequences whose unpacked histories fit into memory together."""
     q, mask, softcap, sinks = step_inputs.queries.float(), step_inputs.mask, step_inputs.softcap, step_inputs.sinks
-    tokens = q.shape[2]
+    tokens, new_tokens = q.shape[2], step_inputs.k.shape[2]
     keys, values, valid = _gathered(step_inputs, store)
-    stored, earlier = keys.shape[2] - step_inputs.tokens, step_inputs.tokens_before
+    stored, earlier = keys.shape[2] - new_tokens, new_tokens - tokens
     before = stored + earlier
     query_block = QUERY_BLOCK
     if softcap is not None or sinks is not None:
@@ -74,21 +74,18 @@ def _gathered(inputs: StepInputs, store: LayerStore):
                 block_values[:, :, used],
                 block_valid[:, used],
             )
-        keys.append(_zero_where(~block_valid, block_keys.float()))
-        values.append(_zero_where(~block_valid, block_values.float()))
+        keys.append(block_keys)
+        values.append(block_values)
         valid.append(block_valid)
-    padding = None if mask is None else ~mask
-    for stream, new in ((keys, k), (values, v)):
-        stream.append(new.float() if padding is None else _zero_where(padding, new.float()))
+    keys.append(k)
+    values.append(v)
+    # unused slots may hold NaN, and a weight of 0 times NaN is NaN
+    for i, real in enumerate(valid if mask is None else (*valid, mask)):
+        if not real.all():
+            keys[i], values[i] = (x.masked_fill(~real[:, None, :, None], 0.0) for x in (keys[i], values[i]))
     belonging = torch.cat(valid, dim=1) if valid else k.new_ones(k.shape[0], 0, dtype=torch.bool)
-    streams = store.spec.attention_kind.join(torch.cat(keys, dim=2), torch.cat(values, dim=2))
+    streams = store.spec.attention_kind.join(*(torch.cat([x.float() for x in side], dim=2) for side in (keys, values)))
     return *streams, None if belonging.all() else belonging
-
-
-def _zero_where(unused: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`x` `[B, H, n, D]` with zeros where `unused` `[B, n]`: unused slots may hold NaN, and a weight of 0 times NaN is
-    NaN."""
-    return x.masked_fill(unused[:, None, :, None], 0.0) if unused.any() else x
 
 
 def _allowed(start: int, stop: int, before: int, mask, valid) -> torch.Tensor | None:

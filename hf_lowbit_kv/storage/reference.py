@@ -83,7 +83,7 @@ class _Softmax:
 
 def transformed(inputs: StepInputs, store: LayerStore) -> StepInputs:
     """The inputs with the layer's transforms applied."""
-    return transformed_with(transform, inputs, store)
+    return inputs if store.spec.untransformed else transformed_with(transform, inputs, store)
 
 
 def transform(
@@ -115,7 +115,7 @@ def restored(out: torch.Tensor, store: LayerStore, kernel: Callable | None = Non
     """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects. kernel: called instead of
     `transform` where a rotation is its own inverse."""
     value_transform = store.spec.value_transform
-    if value_transform.identity:
+    if store.spec.untransformed or value_transform.identity:
         return out
     tensors, heads = store.tensors()["value_transform"], store.state.length.shape[1]
     if kernel is not None and value_transform.own_inverse(out.shape[-1]):  # which is the same for all heads
