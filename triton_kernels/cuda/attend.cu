@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(WARP_GROUPS * WARPS * 32, 1) attend
     if (split.last) return;
     if (split.kind == Split::WHOLE_ROWS) {
       if (thread == 0) next_row(a, splits[warp_group]);
-    } else if (warp == 0) plan_next(a, row_block, lane, splits[warp_group], ranges[warp_group]);
+    } else if (warp == 0) Plan(a, row_block, ranges[warp_group], lane).next(splits[warp_group], ranges[warp_group]);
     sync_warp_group(warp_group);
     split = splits[warp_group];
   }

@@ -232,11 +232,8 @@ struct Plan : WorkRange {
   }
 };
 
-// The first split of a warp group, and the next ones. Not inlined: rows of one length need no plan, and after another kernel the instructions
-// around it come from memory.
+// The first split of a warp group. Not inlined: rows of one length need no plan, and after another kernel the instructions around it come
+// from memory.
 COLD void plan_first(const Args& a, int row_block, int warp_group, int lane, Split& out, WorkRange& left) {
   Plan(a, row_block, warp_group, lane).next(out, left);
-}
-COLD void plan_next(const Args& a, int row_block, int lane, Split& out, WorkRange& left) {
-  Plan(a, row_block, left, lane).next(out, left);
 }
