@@ -19,7 +19,7 @@ from .cache.attention_function import lowbit_attention
 from .cache.implementation import ATTENTION_NAME
 from .cache.preset_cache import cache_of_preset
 from .generation import decoding_loop
-from .installation import EXTRAS, install_missing, not_installed
+from .installation import EXTRAS, install_extra, install_missing, not_installed
 from .presets import get_preset, preset_names, recommended_first
 from .triton_kernels.toolchain import (
     INSTALL_TRITON,
@@ -192,7 +192,7 @@ def _missing() -> list[dict[str, str]]:
         missing.append({"what": name, "for": purpose, "command": command})
 
     for purpose, why in decoding_loop.lacking().items():
-        lacks(why, purpose, "pip install --upgrade hf-lowbit-kv")
+        lacks(why, purpose, install_extra(""))
 
     if accelerator() is None:
         commands = [command for tool, command in _TORCH_FOR_GPU.items() if shutil.which(tool)]

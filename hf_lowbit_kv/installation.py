@@ -56,7 +56,9 @@ def not_installed(modules: Iterable[str]) -> list[str]:
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs an extra from where this project was installed: a clone, a repository or an index."""
+    """The command that installs an extra from where this project was installed: a clone, a repository or an index. "": the
+    command that upgrades the project."""
+    of_extra, upgrade = (f"[{extra}]", "") if extra else ("", "--upgrade ")
     try:
         written = importlib.metadata.distribution(NAME).read_text("direct_url.json")  # PEP 610; an index writes none
     except importlib.metadata.PackageNotFoundError:
@@ -67,9 +69,9 @@ def install_extra(extra: str) -> str:
     if url.startswith("file:"):
         folder = Path(url2pathname(urlsplit(url).path))
         source = "." if folder == Path.cwd() else str(folder)
-        return f"pip install {editable}{shlex.quote(f'{source}[{extra}]')}"
+        return f"pip install {upgrade}{editable}{shlex.quote(f'{source}{of_extra}')}"
     source = f" @ {origin['vcs_info']['vcs']}+{url}" if "vcs_info" in origin else ""
-    return f"pip install '{NAME}[{extra}]{source}'"
+    return f"pip install {upgrade}'{NAME}{of_extra}{source}'"
 
 
 def install_data(modules: Iterable[str]) -> str:
