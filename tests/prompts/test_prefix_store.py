@@ -379,7 +379,7 @@ def test_texts_share_the_pages_that_they_have_in_common(model):
         generated(model, torch.cat([system, text(20, seed)], dim=1), store)
     assert len(store) == 5
     assert store.nbytes < 3 * one
-    tensors = [x for prompt in store._prompts for x in prompt.contents.tensors()]
+    tensors = [x for prompt in store._prompts for x in prompt.tensors()]
     assert store.nbytes == sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors if len(x)}.values())
 
 
