@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..storage.content_digests import digest
@@ -48,13 +47,13 @@ def take(cache: Any, shared: bool = False, row: int | None = None) -> Contents:
     }
     packed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, LowBitLayer)}
     seen = max(layer.length.read_count() for layer in packed.values())
-    contents = Contents({}, {}, np.zeros(0, dtype=np.int64))
+    contents = Contents()
     if seen:
         stores = {index: layer.store for index, layer in packed.items() if layer.store is not None}
         contents = take_rows(stores, None if row is None else [row])
         contents = contents if shared else contents.copied()
         for layer in packed.values():
-            contents.pages[layer.spec.paging] = contents.pages[layer.spec.paging]._replace(in_tail=layer._in_tail)
+            contents.groups[layer.spec.paging] = contents.groups[layer.spec.paging]._replace(in_tail=layer._in_tail)
     noted = next(iter(packed.values()))._padding._noted if row is None else []
     padding = [(int(start), mask) for start, mask in noted]
     facts = cache.facts.contents(cache, row)
@@ -68,17 +67,17 @@ def put(cache: Any, contents: Contents, model: Any) -> None:
     a growing cache copies only those on another device than their layer."""
     device_of = layer_devices(model)
     packed = {index: cache.layers[index] for index in contents.layers}
-    for index, layer in packed.items():
-        _prepare(layer, len(contents.lengths), contents.layers[index], device_of(index))
+    for index, tensors in contents.layers.items():
+        _prepare(packed[index], len(contents.lengths), tensors, device_of(index))
     put_rows({index: layer.store for index, layer in packed.items()}, contents)
     for layer in packed.values():
         layer._forget()
         layer.length.set(contents.seen)
-        layer._in_tail = contents.pages[layer.spec.paging].in_tail
+        layer._in_tail = contents.groups[layer.spec.paging].in_tail
         for start, mask in contents.padding:
             layer._padding.note(start, mask.to(layer.device))
-    for index, tensors in contents.native_layers.items():
-        moved = {name: tensor.to(device_of(index)) for name, tensor in tensors.items()}
+    for index, native in contents.native_layers.items():
+        moved = {name: tensor.to(device_of(index)) for name, tensor in native.items()}
         put_contents(cache.layers[index], contents.seen, moved)
     cache.guard.forget()
     cache.facts.put(contents, FilledBy(snapshot_of(model, cache.packed_sizes)), model)

@@ -33,7 +33,7 @@ from ..storage.content_digests import difference, digest, fingerprint_of, rows_d
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import Slab
 from .checked_tensors import UninterpretableError, read_tensors, write_tensors
-from .contents import Contents, LayerTensors, Pages
+from .contents import Contents, LayerTensors, PagedLayers
 from .model_positions import keeps_positions
 
 FILE_NAME = "lowbit_cache.json"
@@ -124,21 +124,21 @@ def _tensors_of(contents: Contents) -> tuple[dict[str, torch.Tensor], dict[str, 
     tensors, layers, native_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
     padding = {f"padding.{number}": each for number, each in enumerate(contents.padding)}
     for index, layer in contents.layers.items():
-        prefix, pages = f"layers.{index}", contents.pages[layer.spec.paging]
+        prefix, group = f"layers.{index}", contents.groups[layer.spec.paging]
         tensors[f"{prefix}.pages"] = torch.cat(layer.slabs) if len(layer.slabs) != 1 else layer.slabs[0]
-        tensors[f"{prefix}.table"] = torch.from_numpy(pages.table.astype(np.int32))
+        tensors[f"{prefix}.table"] = torch.from_numpy(group.table.astype(np.int32))
         tensors |= {f"{prefix}.{name}": window for name, window in zip(_WINDOWS, layer.windows, strict=True)}
         tensors |= {name: mask for name, (_, mask) in padding.items()}
-        sinks, tails = pages.window(contents.lengths)
+        sinks, tails = group.window(contents.lengths)
         layers[str(index)] = {
             "spec": layer.spec.key,
             "heads": layer.heads,
             "widths": layer.widths,
             "dtype": str(layer.dtype).removeprefix("torch."),
             "seen": contents.seen,
-            "in_tail": pages.in_tail,
+            "in_tail": group.in_tail,
             "mode": contents.mode,
-            "paged": pages.paged.tolist(),
+            "paged": group.paged.tolist(),
             "sinks": sinks.tolist(),
             "tails": tails.tolist(),
             "padding": [(start, name) for name, (start, _) in padding.items()],
@@ -374,22 +374,22 @@ def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tens
 
 def _packed_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Contents:
     """The packed layers. Raises `ValueError` if they do not hold the same text."""
-    contents = Contents({}, {}, np.zeros(0, dtype=np.int64))
-    for number, fields in sorted(description["layers"].items(), key=lambda each: int(each[0])):
+    contents = Contents()
+    for number, fields in description["layers"].items():
         prefix, spec = f"layers.{number}", LayerSpec.parse(fields["spec"])
         slab, *windows = (tensors[f"{prefix}.{name}"] for name in ("pages", *_WINDOWS))
-        layer = contents.layers[int(number)] = LayerTensors(spec, [slab], windows)
-        table = tensors[f"{prefix}.table"].cpu().numpy().astype(np.int64)
-        pages = Pages(spec, [Slab(len(slab))], table, np.array(fields["paged"]), fields["in_tail"])
-        lengths = np.sum([fields["sinks"], fields["paged"], fields["tails"]], axis=0)
-        if len(contents.layers) == 1:
+        table, paged = tensors[f"{prefix}.table"].cpu().numpy().astype(np.int64), np.array(fields["paged"])
+        lengths = np.sum([fields["sinks"], paged, fields["tails"]], axis=0)
+        if not contents.groups:
             contents.lengths, contents.seen, contents.mode = lengths, fields["seen"], fields["mode"]
             contents.padding = [(start, tensors[name]) for start, name in fields["padding"]]
-        first = contents.pages.setdefault(spec.paging, pages)
-        same = fields["seen"] == contents.seen and np.array_equal(lengths, contents.lengths)
-        if not (same and np.array_equal(table, first.table) and np.array_equal(pages.paged, first.paged)):
+        new = PagedLayers(spec, [Slab(len(slab))], table, paged, {}, fields["in_tail"])
+        group = contents.groups.setdefault(spec.paging, new)
+        layer = group.layers[int(number)] = LayerTensors(spec, [slab], windows)
+        same = zip((table, paged, lengths), (group.table, group.paged, contents.lengths), strict=True)
+        if fields["seen"] != contents.seen or not all(np.array_equal(one, other) for one, other in same):
             raise ValueError("not all layers hold the text")
-        sizes = np.repeat([counts.sum() for counts in pages.window(lengths)], 2).tolist()
+        sizes = np.repeat([counts.sum() for counts in new.window(lengths)], 2).tolist()
         longest = lengths.max()
         most = longest + sum(mask.shape[1] for _, mask in contents.padding)
         if (
@@ -399,7 +399,7 @@ def _packed_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tenso
             or (fields["heads"], *fields["widths"]) != (slab.shape[1], *layer.widths)
         ):
             raise ValueError(f"{prefix} has other numbers of tokens, heads or channels than its tensors")
-    if contents.layers and contents.layers.keys() != {int(index) for index in description["specs"]}:
+    if contents.groups and contents.layers.keys() != {int(index) for index in description["specs"]}:
         raise ValueError("not all layers hold the text")
     return contents
 

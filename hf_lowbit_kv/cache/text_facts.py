@@ -105,7 +105,7 @@ class TextFacts(Unstamped):
         """The cache has got these contents, whose model this is."""
         self.know(contents.text, model)
         self.filled_by = filled_by
-        self.mode = contents.mode if contents.layers else None
+        self.mode = contents.mode if contents.groups else None
         if contents.positions is not None:
             self.positions.values = dict(contents.positions)
             self.positions.give_back(model)

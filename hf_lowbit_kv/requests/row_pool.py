@@ -277,7 +277,7 @@ class RowPool:
         layers = [layer.to(store.device) for layer, store in zip(contents.layers.values(), stores, strict=True)]
         pages: dict[Hashable, list[int]] = {}
         opened: dict[Hashable, list[torch.Tensor]] = {}
-        for paging, own in contents.pages.items():
+        for paging, own in contents.groups.items():
             indices, pool = self.memory.layers_of(paging), self.page_pools[paging]
             full = int(own.paged[0]) // own.spec.page_size
             slabs, locations = locate(own.slabs, own.table[0])
@@ -298,7 +298,7 @@ class RowPool:
             parts = zip(*(layers[i].windows for i in group.layers), strict=True)
             sink_k, sink_v, tail_k, tail_v = (torch.stack(of_layers) for of_layers in parts)
             windows.append([(sink_k, sink_v), (tail_k, tail_v)])
-        paged = {paging: int(own.paged[0]) for paging, own in contents.pages.items()}
+        paged = {paging: int(own.paged[0]) for paging, own in contents.groups.items()}
         length, sinks, tails = int(contents.lengths[0]), [x for x, _ in windows], [x for _, x in windows]
         return Prefix(length, pages, sinks, tails, paged, opened, list(rings))
 

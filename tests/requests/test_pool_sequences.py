@@ -7,7 +7,6 @@ first. The truth is a store of one row that got all tokens at once. Operations a
 Free pages and windows of empty slots are NaN all the time. `SEQUENCES=n` runs n sequences; `make test-all` runs 5000.
 """
 
-import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -141,7 +140,7 @@ class Machine:
 
     def _go_on(self, ids: list[int], contents: Contents, amount: int) -> None:
         match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
-        in_tail = match == len(ids) or match > max(x.spec.sink + x.paged[0] for x in contents.pages.values())
+        in_tail = match == len(ids) or match > max(x.spec.sink + x.paged[0] for x in contents.groups.values())
         tokens = match if in_tail else contents.whole_pages(match)
         if not tokens:
             return
@@ -322,8 +321,10 @@ class Machine:
 
 def _in_another_layout(contents: Contents) -> Contents:
     """As files have them that another backend wrote."""
-    layers = {i: x.in_layout_of(x.spec.with_layouts(*fragment.LAYOUTS)) for i, x in contents.layers.items()}
-    return dataclasses.replace(contents, layers=layers)
+    for group in contents.groups.values():
+        for i, x in group.layers.items():
+            group.layers[i] = x.in_layout_of(x.spec.with_layouts(*fragment.LAYOUTS))
+    return contents
 
 
 #: sequences of all kinds together
