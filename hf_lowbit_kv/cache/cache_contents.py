@@ -1,77 +1,18 @@
-"""The contents of a whole cache: taken out of it, and put into another cache for the same model, of another capacity or
-backend.
-
-Saved caches and the prefix store use this.
-"""
+"""Takes contents out of a cache, and puts them into another cache for the same model, of another capacity or backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 
 from ..storage.content_digests import digest
-from ..storage.layer_contents import LayerContents, joined, put_tokens, take_tokens
+from .contents import Contents, LayerTensors, put_rows, take_rows
 from .filled_by import FilledBy, snapshot_of
 from .low_bit_layer import LowBitLayer
-from .model_positions import Values, joined_positions
-from .native_layer_contents import NativeContents, contents_of, put_contents
-
-
-class CacheContents(NamedTuple):
-    """The contents of a cache. Tensors are on its device."""
-
-    layers: dict[int, LayerContents]
-    """packed layers, by index; all of them or, of an empty cache, none"""
-    native_layers: dict[int, NativeContents]
-    """native layers"""
-    text: torch.Tensor | None = None
-    """ids `[B, n]` where the cache knows them"""
-    positions: Values | None = None
-    """positions that the model keeps outside of its cache"""
-    read: tuple[int, bool] | None = None
-    """read length of the first tokens, and whether later ones disagree, see `length_rope.ReadLengths`"""
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors that have memory on the device."""
-        native = [x for layer in self.native_layers.values() for x in layer.tensors.values()]
-        return native + [x for layer in self.layers.values() for x in layer.tensors()]
-
-
-def restorable(contents: CacheContents, match: int) -> int:
-    """How many tokens of a text can be restored from the one row of these contents, if both texts have the first `match`
-    tokens in common. If the match ends with the contents, or inside the window: all of them. Otherwise whole pages
-    (`whole_pages`)."""
-    layers = contents.layers.values()
-    in_window = match > max(layer.spec.sink + layer.paged[0] for layer in layers) and not contents.native_layers
-    ends = match == next(iter(layers)).lengths[0]
-    return match if ends or in_window else whole_pages(contents, match)
-
-
-def whole_pages(contents: CacheContents, match: int) -> int:
-    """How many tokens of a match with a kept prompt can be restored from pages only. They end with a page, at least `residual`
-    tokens before the end of the match. 0 if the layers' pages do not end at the same tokens, or with native layers, which
-    have only the state at the end."""
-    specs = [layer.spec for layer in contents.layers.values()]
-    count = 0 if contents.native_layers else pages_of(contents, match - max(spec.residual for spec in specs))
-    return specs[0].sink + count * specs[0].page_size if count else 0
-
-
-def pages_of(contents: CacheContents, tokens: int) -> int:
-    """The number of full pages of the first `tokens` tokens, of the one row of these contents. 0 if the layers' pages do not
-    end at the same tokens."""
-    layers = contents.layers.values()
-    (sink, size), *others = {(layer.spec.sink, layer.spec.page_size) for layer in layers}
-    return 0 if others else max(min(tokens - sink, *(layer.paged[0] for layer in layers)), 0) // size
-
-
-def common_prefix(one: torch.Tensor, other: torch.Tensor) -> int:
-    """Length of the common prefix of two texts, ids `[n]` on the CPU."""
-    count = min(len(one), len(other))
-    differ = np.flatnonzero(one.numpy()[:count] != other.numpy()[:count])  # NumPy: see `prefix_loading._rows`
-    return int(differ[0]) if len(differ) else count
+from .native_layer_contents import contents_of, put_contents
 
 
 def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -86,11 +27,11 @@ def kind_of(cache: Any) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 @torch.inference_mode(False)
-def take(cache: Any, shared: bool = False, row: int | None = None) -> CacheContents:
+def take(cache: Any, shared: bool = False, row: int | None = None) -> Contents:
     """Copy the contents of a cache. Waits for the device.
 
     Args:
-        shared: do not copy pages, see `take_tokens`.
+        shared: do not copy pages, see `take_rows`.
         row: only this one, without padding.
 
     Raises:
@@ -99,52 +40,45 @@ def take(cache: Any, shared: bool = False, row: int | None = None) -> CacheConte
     cache.check_overrun()
     cache._check_whole()
     rows = slice(None) if row is None else slice(row, row + 1)
-    packed, native_layers = dict[int, LayerContents](), dict[int, NativeContents]()
-    for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, LowBitLayer):
-            seen, tensors = contents_of(layer)
-            native_layers[index] = NativeContents(seen, {name: x[rows].clone() for name, x in tensors.items()})
-        elif (store := layer.store) is not None and layer.length.read_count():
-            tokens = take_tokens(store, None if row is None else [row])
-            packed[index] = (tokens if shared else tokens.copied())._replace(
-                seen=layer.length.read_count(),
-                in_tail=layer._in_tail,
-                mode=cache.facts.mode or "packed",
-                padding=[(int(start), mask) for start, mask in layer._padding._noted] if row is None else [],
-            )
-    return CacheContents(packed, native_layers, **cache.facts.contents(cache, row))
-
-
-def joined_rows(parts: Sequence[CacheContents], tokens: int | None = None) -> CacheContents:
-    """Contents with the one row of each of these, or its first `tokens` tokens, see `LayerContents.first`."""
-    layers = {
-        i: joined([part.layers[i] if tokens is None else part.layers[i].first(tokens) for part in parts])
-        for i in parts[0].layers
-    }
     native_layers = {
-        i: NativeContents(
-            of_first.seen,
-            {name: torch.cat([x.native_layers[i].tensors[name] for x in parts]) for name in of_first.tensors},
-        )
-        for i, of_first in parts[0].native_layers.items()
+        index: {name: x[rows].clone() for name, x in contents_of(layer)[1].items()}
+        for index, layer in enumerate(cache.layers)
+        if not isinstance(layer, LowBitLayer)
     }
-    return CacheContents(layers, native_layers, None, joined_positions([part.positions for part in parts]))
+    packed = {index: layer for index, layer in enumerate(cache.layers) if isinstance(layer, LowBitLayer)}
+    seen = max(layer.length.read_count() for layer in packed.values())
+    contents = Contents()
+    if seen:
+        stores = {index: layer.store for index, layer in packed.items() if layer.store is not None}
+        contents = take_rows(stores, None if row is None else [row])
+        contents = contents if shared else contents.copied()
+        for layer in packed.values():
+            contents.groups[layer.spec.paging] = contents.groups[layer.spec.paging]._replace(in_tail=layer._in_tail)
+    noted = next(iter(packed.values()))._padding._noted if row is None else []
+    padding = [(int(start), mask) for start, mask in noted]
+    facts = cache.facts.contents(cache, row)
+    return replace(contents, native_layers=native_layers, seen=seen, padding=padding, **facts)
 
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def put(cache: Any, contents: CacheContents, model: Any) -> None:
+def put(cache: Any, contents: Contents, model: Any) -> None:
     """Put these contents into an empty cache of this model that has room for them. A preallocated cache copies all tensors;
     a growing cache copies only those on another device than their layer."""
     device_of = layer_devices(model)
-    for index, part in contents.layers.items():
-        _prepare(cache.layers[index], part, device_of(index))
-    layers = [(cache.layers[index], part) for index, part in contents.layers.items()]
-    put_tokens([layer.store for layer, _ in layers], list(contents.layers.values()))
-    for layer, part in layers:
-        _put_facts(layer, part)
-    for index, contents_of_layer in contents.native_layers.items():
-        put_contents(cache.layers[index], contents_of_layer.to(device_of(index)))
+    packed = {index: cache.layers[index] for index in contents.layers}
+    for index, tensors in contents.layers.items():
+        _prepare(packed[index], len(contents.lengths), tensors, device_of(index))
+    put_rows({index: layer.store for index, layer in packed.items()}, contents)
+    for layer in packed.values():
+        layer._forget()
+        layer.length.set(contents.seen)
+        layer._in_tail = contents.groups[layer.spec.paging].in_tail
+        for start, mask in contents.padding:
+            layer._padding.note(start, mask.to(layer.device))
+    for index, native in contents.native_layers.items():
+        moved = {name: tensor.to(device_of(index)) for name, tensor in native.items()}
+        put_contents(cache.layers[index], contents.seen, moved)
     cache.guard.forget()
     cache.facts.put(contents, FilledBy(snapshot_of(model, cache.packed_sizes)), model)
 
@@ -170,20 +104,11 @@ def layer_devices(model: Any) -> Callable[[int], torch.device]:
     return lambda index: places.get(index, model.device)
 
 
-def _prepare(layer: LowBitLayer, contents: LayerContents, device: torch.device) -> None:
-    """Make an empty packed layer ready for these contents."""
-    rows, widths = len(contents.paged), contents.widths
-    states = (torch.empty(rows, contents.heads, 0, width, dtype=contents.dtype, device=device) for width in widths)
-    if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": contents.dtype, "device": device}):
+def _prepare(layer: LowBitLayer, rows: int, tensors: LayerTensors, device: torch.device) -> None:
+    """Make an empty packed layer ready for these rows."""
+    sizes, dtype = (rows, tensors.heads, 0), tensors.dtype
+    states = (torch.empty(*sizes, width, dtype=dtype, device=device) for width in tensors.widths)
+    if layer.is_initialized and layer._misfits({"batch size": rows, "dtype": dtype, "device": device}):
         layer.is_initialized = False
     if not layer.is_initialized:
         layer.lazy_initialization(*states)
-
-
-def _put_facts(layer: LowBitLayer, contents: LayerContents) -> None:
-    """Let a layer know what its store has got."""
-    layer._forget()
-    layer.length.set(contents.seen)
-    layer._in_tail = contents.in_tail
-    for start, mask in contents.padding:
-        layer._padding.note(start, mask.to(layer.device))

@@ -36,7 +36,7 @@ from .cache_options import check_choice, one_of, unknown_option
 from .filled_by import Calibrated, FilledBy, ModelRef, ModelSnapshot, another_model, snapshot_of
 from .implementation import warn_if_dense
 from .length_rope import ReadLengths, length_rope, warn_of_drop
-from .low_bit_layer import Contents, LowBitLayer, contents_of_forks
+from .low_bit_layer import ForkParts, LowBitLayer, parts_of_forks
 from .model_positions import ModelPositions
 from .native_layer_contents import resized
 from .native_layers import (
@@ -542,16 +542,16 @@ class LowBitCache(Cache, PushToHubMixin):
     @torch.inference_mode(False)  # copies of native layers must be writable outside it
     def _forks(self, memos: Sequence[dict[int, Any]], max_cache_len: int | None) -> list[LowBitCache]:
         """A fork for each memo of `copy.deepcopy`."""
-        contents = contents_of_forks(self.packed_layers, max_cache_len, len(memos))
-        return [self._fork(of_fork, max_cache_len, memo) for of_fork, memo in zip(contents, memos, strict=True)]
+        parts = parts_of_forks(self.packed_layers, max_cache_len, len(memos))
+        return [self._fork(of_fork, max_cache_len, memo) for of_fork, memo in zip(parts, memos, strict=True)]
 
-    def _fork(self, contents: Sequence[Contents], max_cache_len: int | None, memo: dict[int, Any]) -> LowBitCache:
+    def _fork(self, parts: Sequence[ForkParts], max_cache_len: int | None, memo: dict[int, Any]) -> LowBitCache:
         config = memo.setdefault(id(self.config), self.config)
         new = memo[id(self)] = type(self).__new__(type(self))
         shared = {"packed_sizes": self.packed_sizes}  # never changed
         attributes = {name: value for name, value in self.__dict__.items() if name != "layers" and name not in shared}
         new.__dict__.update(copy.deepcopy(attributes, memo), **shared)
-        of_packed = iter(contents)
+        of_packed = iter(parts)
         new.layers = [
             layer.fork(next(of_packed), memo)
             if isinstance(layer, LowBitLayer)

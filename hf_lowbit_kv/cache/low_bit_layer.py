@@ -29,7 +29,7 @@ from .text_facts import TextFacts
 from .token_counts import DeviceLength, Length, Padding, PoolLength, Seen, fork_lengths
 
 #: what a fork of a layer has of its own: its store (`None`: nothing is stored) and its count
-Contents = tuple[PagedStore | None, Length]
+ForkParts = tuple[PagedStore | None, Length]
 
 
 def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[str, Any]:
@@ -315,17 +315,17 @@ class LowBitLayer(CacheLayerMixin):
             self._padding = copy.copy(self._padding)
             self._padding.select(indices)
 
-    def fork(self, contents: Contents, memo: dict[int, Any]) -> LowBitLayer:
+    def fork(self, parts: ForkParts, memo: dict[int, Any]) -> LowBitLayer:
         """A layer with the same tokens. Data that is only read is shared.
 
         Args:
-            contents: of `contents_of_forks`.
+            parts: of `parts_of_forks`.
             memo: that of `copy.deepcopy`.
         """
         new = memo[id(self)] = type(self).__new__(type(self))
         # all other attributes are never changed, only replaced
         new.__dict__.update(self.__dict__)
-        new.store, new.length, new.guard, new.facts = *contents, copy.deepcopy(self.guard), self.facts.fork()
+        new.store, new.length, new.guard, new.facts = *parts, copy.deepcopy(self.guard), self.facts.fork()
         new.memories = {} if new.store is None else {new.spec.paging: new.store.memory}
         new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
         new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
@@ -339,8 +339,8 @@ class LowBitLayer(CacheLayerMixin):
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LowBitLayer:
-        ((contents,),) = contents_of_forks([self], self.length.capacity)
-        return self.fork(contents, memo)
+        ((parts,),) = parts_of_forks([self], self.length.capacity)
+        return self.fork(parts, memo)
 
     def __repr__(self) -> str:
         return f"LowBitLayer({self.spec.key_format}, {self.spec.value_format}, length={int(self.get_seq_length())})"
@@ -562,8 +562,8 @@ class LowBitLayer(CacheLayerMixin):
         self.length.check(tokens, wait=self.is_initialized and (tokens > 1 or self.device.type == "cpu"))
 
 
-def contents_of_forks(layers: Sequence[LowBitLayer], max_cache_len: int | None, n: int = 1) -> list[list[Contents]]:
-    """Contents of `n` forks of these layers, for each fork and layer. Waits for the device.
+def parts_of_forks(layers: Sequence[LowBitLayer], max_cache_len: int | None, n: int = 1) -> list[list[ForkParts]]:
+    """Parts of `n` forks of these layers, for each fork and layer. Waits for the device.
 
     Args:
         max_cache_len: capacity of the forks in tokens per row; `None`: they grow.

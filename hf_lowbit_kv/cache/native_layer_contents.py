@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers.cache_utils import StaticLayer
@@ -16,27 +17,17 @@ _TOKENS = ("keys", "values")
 _STATES = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 
 
-class NativeContents(NamedTuple):
-    """Tensors are the layer's own, or views of them."""
+def contents_of(layer: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """How many tokens a layer has read, if it keeps tokens, and its tensors or views of them. Waits for the device.
 
-    seen: int
-    """tokens read, of a layer that keeps tokens"""
-    tensors: dict[str, torch.Tensor]
-    """`keys` and `values` `[B, H, n, D]` of the newest of them, in order; of a recurrent layer `conv_states.<i>` and
-    `recurrent_states.<i>`"""
-
-    def to(self, device: torch.device) -> NativeContents:
-        """The same contents on this device."""
-        return self._replace(tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
-
-
-def contents_of(layer: Any) -> NativeContents:
-    """The contents of a layer. Waits for the device."""
+    `keys` and `values` `[B, H, n, D]` are those of the newest tokens, in order. A recurrent layer has `conv_states.<i>` and
+    `recurrent_states.<i>`.
+    """
     if isinstance(layer, STORES_NOTHING):
-        return NativeContents(0, {})
+        return 0, {}
     if isinstance(layer, RingLayer):
         newest = layer.newest(layer.window - 1) if layer.length else ()
-        return NativeContents(layer.length, dict(zip(_TOKENS, newest, strict=False)))
+        return layer.length, dict(zip(_TOKENS, newest, strict=False))
     seen, tensors, native_layer = 0, dict[str, torch.Tensor](), layer
     if getattr(native_layer, "is_initialized", False) and (seen := int(native_layer.get_seq_length())):
         static, slots = isinstance(layer, StaticLayer), native_layer.keys.shape[-2]
@@ -51,15 +42,15 @@ def contents_of(layer: Any) -> NativeContents:
                 for i, tensor in getattr(layer, name).items()
                 if getattr(layer, initialized)[i] and layer.has_previous_state[i]
             }
-    return NativeContents(seen, tensors)
+    return seen, tensors
 
 
 @torch.inference_mode(False)
-def put_contents(layer: Any, contents: NativeContents) -> None:
+def put_contents(layer: Any, seen: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy these contents into an empty layer, into its memory if it has any."""
-    tensors = dict(contents.tensors)
+    tensors = dict(tensors)
     if "keys" in tensors:
-        _put_tokens(layer, contents.seen, tensors.pop("keys"), tensors.pop("values"))
+        _put_tokens(layer, seen, tensors.pop("keys"), tensors.pop("values"))
     for full_name, tensor in tensors.items():
         name, number = full_name.split(".")
         index, states = int(number), getattr(layer, name)
@@ -94,5 +85,5 @@ def _put_tokens(layer: Any, seen: int, keys: torch.Tensor, values: torch.Tensor)
 def resized(layer: Any, config: Any, index: int, max_cache_len: int | None) -> Any:
     """A copy of the cache's layer `index`, for this many tokens (`None`: growing)."""
     new = native_layers(config, max_cache_len)[index]
-    put_contents(new, contents_of(layer))
+    put_contents(new, *contents_of(layer))
     return new

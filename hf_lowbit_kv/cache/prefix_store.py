@@ -13,8 +13,7 @@ from ..byte_sizes import parse_size
 from ..folders import named_path
 from ..storage.content_digests import fingerprint_digest, fingerprint_of, rows_digest
 from . import cache_contents, saved_cache
-from .cache_contents import CacheContents, joined_rows, pages_of, restorable, whole_pages
-from .kept_prompt import KeptPrompt, sharing_pages, trim
+from .contents import Contents, joined, trim
 from .length_rope import length_rope
 from .low_bit_cache import LowBitCache
 from .prompt_folder import PromptFolder
@@ -28,7 +27,7 @@ class Match(NamedTuple):
     """tokens of every row that need not be read"""
     common: int
     """tokens that the text has in common with a stored one; more than `tokens` if not all of them can be restored"""
-    contents: CacheContents | None = None
+    contents: Contents | None = None
     """those tokens, in the store's pages"""
 
 
@@ -80,7 +79,7 @@ class PrefixStore:
         self.max_bytes = parse_size(max_bytes, "max_bytes")
         limit = None if max_folder_bytes is None else parse_size(max_folder_bytes, "max_folder_bytes")
         self._folder = None if folder is None else PromptFolder(named_path("folder", folder), limit)
-        self._prompts: list[KeptPrompt] = []  # the most recently used text comes last
+        self._prompts: list[Contents] = []  # the most recently used text comes last
         self._lock = threading.RLock()
         self.hits = self.misses = self.tokens_saved = self.removed = 0
         self._warned_of_size = False
@@ -103,7 +102,7 @@ class PrefixStore:
     def nbytes(self) -> int:
         """Bytes of the texts on the device. Pages that several texts share count once."""
         with self._lock:
-            tensors = {id(x): x.nbytes for prompt in self._prompts for x in prompt.contents.tensors()}
+            tensors = {id(x): x.nbytes for prompt in self._prompts for x in prompt.tensors()}
             return sum(tensors.values())
 
     def clear(self) -> None:
@@ -204,7 +203,7 @@ class PrefixStore:
                 if any(loaded):
                     self._make_room()
 
-    def _match(self, best: list[tuple[KeptPrompt | None, int]], rows: list[torch.Tensor], known: int) -> Match:
+    def _match(self, best: list[tuple[Contents | None, int]], rows: list[torch.Tensor], known: int) -> Match:
         """See `find`. best: see `_best`, for each row."""
         prompts = [prompt for prompt, _ in best if prompt is not None]
         common = min(match for _, match in best)
@@ -213,15 +212,15 @@ class PrefixStore:
         ends = {len(prompt.ids) for prompt in prompts}
         matches = [min(match, len(ids) - 1) for (_, match), ids in zip(best, rows, strict=True)]
         tokens = min(matches)
-        if len(ends) > 1 or any(restorable(prompt.contents, tokens) < tokens for prompt in prompts):
-            tokens = min(whole_pages(prompt.contents, match) for prompt, match in zip(prompts, matches, strict=True))
+        if len(ends) > 1 or any(prompt.restorable(tokens) < tokens for prompt in prompts):
+            tokens = min(prompt.whole_pages(match) for prompt, match in zip(prompts, matches, strict=True))
         if tokens <= known:
             return self._missed(common, known)
         for prompt in prompts:
             self._touch(prompt)
         self.hits += 1
         self.tokens_saved += tokens * len(rows)
-        return Match(tokens, common, joined_rows([prompt.contents for prompt in prompts], tokens))
+        return Match(tokens, common, joined(prompts, tokens))
 
     def _missed(self, common: int, known: int = 0) -> Match:
         self.misses += not known
@@ -254,13 +253,13 @@ class PrefixStore:
         model = cache.model.get("kept")
         alike = {prompt: prompt.matches(ids) for prompt in self._alike(key.digest, model)}
         for prompt, match in alike.items():
-            if match == len(ids) and (match == len(prompt.ids) or not prompt.contents.native_layers):
+            if match == len(ids) and (match == len(prompt.ids) or not prompt.native_layers):
                 self._touch(prompt)
                 return  # it is stored already, or part of a stored text
-        nearest = max(alike.items(), key=lambda each: pages_of(each[0].contents, each[1]), default=())
+        nearest = max(alike.items(), key=lambda each: each[0].full_pages(each[1]), default=())
         contents = cache_contents.take(cache, shared=True, row=row)
-        contents = sharing_pages(contents, *nearest)
-        new = KeptPrompt(key.digest, ids, contents, {**key.header, "embedded": rows_digest(model, ids)})
+        header = {**key.header, "embedded": rows_digest(model, ids)}
+        new = contents.copied(*nearest).keep(key.digest, ids, header)
         if new.nbytes > self.max_bytes:
             if self._folder is None and not self._warned_of_size:
                 self._warned_of_size = True
@@ -273,7 +272,7 @@ class PrefixStore:
             return
         self._prompts.append(new)
         for prompt, match in alike.items():
-            if match == len(prompt.ids) and not prompt.contents.native_layers:  # the new text continues it
+            if match == len(prompt.ids) and not prompt.native_layers:  # the new text continues it
                 self._remove(prompt)
 
     # ---- in detail ------------------------------------------------------------------------------------------------
@@ -291,7 +290,7 @@ class PrefixStore:
         identity |= {} if rope is None else {"rope": rope.beyond(read)}
         return Key(fingerprint_digest(identity), saved_cache.header_of(cache, fingerprint))
 
-    def _alike(self, seed: str, model: Any) -> list[KeptPrompt]:
+    def _alike(self, seed: str, model: Any) -> list[Contents]:
         return [x for x in self._prompts if x.seed == seed and x.device == model.device and x.suits(model)]
 
     def _load_longer(self, seed: str, model: Any, ids: torch.Tensor, known: int) -> bool:
@@ -304,18 +303,18 @@ class PrefixStore:
         self._prompts += [] if loaded is None else [loaded]
         return loaded is not None
 
-    def _best(self, seed: str, model: Any, ids: torch.Tensor) -> tuple[KeptPrompt | None, int]:
+    def _best(self, seed: str, model: Any, ids: torch.Tensor) -> tuple[Contents | None, int]:
         """The text from which most tokens can be restored, and the length of the common prefix."""
-        best: KeptPrompt | None = None
+        best: Contents | None = None
         most, longest = 0, 0
         for prompt in self._alike(seed, model):
             match = prompt.matches(ids)
             longest = max(longest, match)
-            if (gain := restorable(prompt.contents, min(match, len(ids) - 1))) > most:
+            if (gain := prompt.restorable(min(match, len(ids) - 1))) > most:
                 best, most = prompt, gain
         return best, longest if best is None else best.matches(ids)
 
-    def _touch(self, prompt: KeptPrompt) -> None:
+    def _touch(self, prompt: Contents) -> None:
         self._prompts.remove(prompt)
         self._prompts.append(prompt)
 
@@ -326,7 +325,7 @@ class PrefixStore:
             self._move_to_folder(oldest)
             self._remove(oldest)
 
-    def _move_to_folder(self, prompt: KeptPrompt) -> None:
+    def _move_to_folder(self, prompt: Contents) -> None:
         """Write a text that is not kept on the device, if there is a folder."""
         self.removed += 1
         if (folder := self._folder) is None:
@@ -340,7 +339,7 @@ class PrefixStore:
                 stacklevel=2,
             )
 
-    def _remove(self, prompt: KeptPrompt) -> None:
+    def _remove(self, prompt: Contents) -> None:
         """Remove a text, and free the pages that only it used."""
         self._prompts.remove(prompt)
         for slab in prompt.acquired:

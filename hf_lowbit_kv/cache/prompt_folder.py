@@ -19,9 +19,8 @@ import torch
 
 from ..storage.process_stamps import ReadOnce
 from . import saved_cache
-from .cache_contents import common_prefix, joined_rows
 from .checked_tensors import UninterpretableError
-from .kept_prompt import KeptPrompt, trim
+from .contents import Contents, common_prefix, joined, trim
 
 #: how many descriptions are remembered while their files do not change
 MOST_REMEMBERED = 10_000
@@ -85,7 +84,7 @@ class PromptFolder:
                 self._warn(path, "cannot be used", error)
         return [(path, ids) for _, path, ids in sorted(by_time, key=lambda each: -each[0])]
 
-    def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int, model: Any) -> KeptPrompt | None:
+    def load(self, seed: str, ids: torch.Tensor, device: torch.device, more_than: int, model: Any) -> Contents | None:
         """Read the text that has the longest common prefix with these ids, of those that can be read and suit the model's
         embedding. `None` if no text has more than `more_than` tokens in common."""
         matches = [(common_prefix(own_ids, ids), path) for path, own_ids in self.texts(seed)]
@@ -96,7 +95,7 @@ class PromptFolder:
                 return prompt
         return None
 
-    def read(self, path: Path, device: torch.device) -> KeptPrompt | None:
+    def read(self, path: Path, device: torch.device) -> Contents | None:
         """Read a text. `None` if its files are gone, cannot be read, or are damaged (damaged ones are removed)."""
         try:
             with saved_cache.opened(path.absolute()) as saved:  # a relative one may look like a hub repository
@@ -117,7 +116,7 @@ class PromptFolder:
             path.touch()
         return prompt
 
-    def save(self, prompt: KeptPrompt) -> None:
+    def save(self, prompt: Contents) -> None:
         """Write a text, then remove the oldest texts beyond the limit. Raises `OSError` if it cannot be written, or is there
         and cannot be read."""
         folder = self.path / _name(prompt.seed, prompt.ids)
@@ -134,11 +133,11 @@ class PromptFolder:
             (folder / saved_cache.FILE_NAME).touch()
         self._drop_oldest()
 
-    def _write(self, folder: Path, prompt: KeptPrompt, more: dict[str, Any]) -> None:
+    def _write(self, folder: Path, prompt: Contents, more: dict[str, Any]) -> None:
         """Write a text to a new folder, unless another store does so first."""
         work = self._unnamed()
         try:
-            saved_cache.write(work, joined_rows([prompt.contents]), prompt.header, more)
+            saved_cache.write(work, joined([prompt]), prompt.header, more)
             (work / saved_cache.LOCK_NAME).unlink(missing_ok=True)  # no other process uses this folder
             with contextlib.suppress(OSError):  # the text is there
                 work.rename(folder)
@@ -191,10 +190,10 @@ def _name(seed: str, ids: torch.Tensor) -> str:
     return f"prompt-{hashlib.blake2b(seed.encode() + ids.numpy().tobytes(), digest_size=16).hexdigest()}"
 
 
-def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> KeptPrompt:
+def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Contents:
     contents, more = saved_cache.contents_in(description, tensors), description["more"]
     header = saved_cache.header_in(description, tensors)
-    prompt = KeptPrompt(more["seed"], torch.tensor(more["ids"]), contents, header)
+    prompt = contents.keep(more["seed"], torch.tensor(more["ids"]), header)
     for slab in list(prompt.acquired):
         trim([prompt], slab)  # other texts had the rest
     return prompt

@@ -21,6 +21,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 from filelock import FileLock
@@ -29,13 +30,11 @@ from ..calibration_files import calibration_lookup
 from ..folders import try_folder
 from ..presets import why_not_of
 from ..storage.content_digests import difference, digest, fingerprint_of, rows_digest
-from ..storage.layer_contents import LayerContents
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import Slab
-from .cache_contents import CacheContents
 from .checked_tensors import UninterpretableError, read_tensors, write_tensors
+from .contents import Contents, LayerTensors, PagedLayers
 from .model_positions import keeps_positions
-from .native_layer_contents import NativeContents
 
 FILE_NAME = "lowbit_cache.json"
 #: an empty file in the folder, which a process locks while it replaces files
@@ -45,7 +44,8 @@ VERSION = 2
 #: an unfinished file older than this (seconds) is removed
 LEFT_FOR = 86400
 _FORMAT = "hf-lowbit-kv cache"
-_SIDES = ("keys", "values")
+#: names of `LayerTensors.windows`
+_WINDOWS = ("sink.keys", "sink.values", "tail.keys", "tail.values")
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------------
@@ -72,9 +72,7 @@ def header_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor
     return {**fields, "embedded": description.get("embedded"), "parameters": named}
 
 
-def write(
-    folder: Path, contents: CacheContents, header: Mapping[str, Any], more: Mapping[str, Any] | None = None
-) -> None:
+def write(folder: Path, contents: Contents, header: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> None:
     """Write the contents of a cache. Existing files in the folder are replaced in one step, or not at all.
 
     Args:
@@ -121,36 +119,33 @@ def write(
                 left.unlink()
 
 
-def _tensors_of(contents: CacheContents) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _tensors_of(contents: Contents) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors by name, and the other values of the description."""
     tensors, layers, native_layers = dict[str, torch.Tensor](), dict[str, Any](), dict[str, Any]()
-    names: dict[int, str] = {}
+    padding = {f"padding.{number}": each for number, each in enumerate(contents.padding)}
     for index, layer in contents.layers.items():
-        prefix = f"layers.{index}"
+        prefix, group = f"layers.{index}", contents.groups[layer.spec.paging]
         tensors[f"{prefix}.pages"] = torch.cat(layer.slabs) if len(layer.slabs) != 1 else layer.slabs[0]
-        tensors[f"{prefix}.table"] = layer.table.int()
-        for part, pairs in (("sink", layer.sinks), ("tail", layer.tails)):
-            for side, parts in zip(_SIDES, zip(*pairs, strict=True), strict=True):
-                tensors[f"{prefix}.{part}.{side}"] = torch.cat(parts, dim=1)
-        for _, mask in layer.padding:  # layers share them
-            names.setdefault(id(mask), f"padding.{len(names)}")
-            tensors[names[id(mask)]] = mask
+        tensors[f"{prefix}.table"] = torch.from_numpy(group.table.astype(np.int32))
+        tensors |= {f"{prefix}.{name}": window for name, window in zip(_WINDOWS, layer.windows, strict=True)}
+        tensors |= {name: mask for name, (_, mask) in padding.items()}
+        sinks, tails = group.window(contents.lengths)
         layers[str(index)] = {
             "spec": layer.spec.key,
             "heads": layer.heads,
             "widths": layer.widths,
             "dtype": str(layer.dtype).removeprefix("torch."),
-            "seen": layer.seen,
-            "in_tail": layer.in_tail,
-            "mode": layer.mode,
-            "paged": layer.paged,
-            "sinks": [pair[0].shape[1] for pair in layer.sinks],
-            "tails": [pair[0].shape[1] for pair in layer.tails],
-            "padding": [(start, names[id(mask)]) for start, mask in layer.padding],
+            "seen": contents.seen,
+            "in_tail": group.in_tail,
+            "mode": contents.mode,
+            "paged": group.paged.tolist(),
+            "sinks": sinks.tolist(),
+            "tails": tails.tolist(),
+            "padding": [(start, name) for name, (start, _) in padding.items()],
         }
-    for index, layer_contents in contents.native_layers.items():
-        tensors |= {f"own.{index}.{name}": tensor for name, tensor in layer_contents.tensors.items()}
-        native_layers[str(index)] = {"seen": layer_contents.seen, "tensors": list(layer_contents.tensors)}
+    for index, of_layer in contents.native_layers.items():
+        tensors |= {f"own.{index}.{name}": tensor for name, tensor in of_layer.items()}
+        native_layers[str(index)] = {"seen": contents.seen if "keys" in of_layer else 0, "tensors": list(of_layer)}
     if contents.text is not None:
         tensors["text"] = contents.text
     described: dict[str, Any] = {"layers": layers, "own": native_layers, "read": contents.read}
@@ -358,58 +353,55 @@ def specs_in(description: Mapping[str, Any]) -> dict[int, LayerSpec]:
         ) from error
 
 
-def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> CacheContents:
+def contents_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Contents:
     """The contents of the saved cache."""
     try:
-        layers = {
-            int(index): _layer_contents(fields, f"layers.{index}", tensors)
-            for index, fields in description["layers"].items()
-        }
-        texts = {(*layer.lengths, layer.seen) for layer in layers.values()}
-        if layers and (len(texts) > 1 or layers.keys() != {int(index) for index in description["specs"]}):
-            raise ValueError("not all layers hold the text")
+        contents = _packed_in(description, tensors)
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise UninterpretableError(f"the saved cache has layers that this release does not know: {error}") from error
-    native_layers = {
-        int(index): NativeContents(fields["seen"], {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]})
+    contents.native_layers = {
+        int(index): {name: tensors[f"own.{index}.{name}"] for name in fields["tensors"]}
         for index, fields in description["own"].items()
     }
-    positions = description.get("positions")
-    if positions is not None:
-        positions = {name: tensors.get(f"positions.{name}", value) for name, value in positions.items()}
-    read = description.get("read")
-    return CacheContents(layers, native_layers, tensors.get("text"), positions, None if read is None else tuple(read))
+    contents.text, read = tensors.get("text"), description.get("read")
+    if (positions := description.get("positions")) is not None:
+        contents.positions = {name: tensors.get(f"positions.{name}", value) for name, value in positions.items()}
+    contents.read = None if read is None else tuple(read)
+    return contents
 
 
-def _layer_contents(fields: Mapping[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor]) -> LayerContents:
-    pairs = {}
-    for part in ("sink", "tail"):
-        parts = [tensors[f"{prefix}.{part}.{side}"].split(fields[f"{part}s"], dim=1) for side in _SIDES]
-        pairs[part] = list(zip(*parts, strict=True))
-    layer = LayerContents(
-        LayerSpec.parse(fields["spec"]),
-        [tensors[f"{prefix}.pages"]],
-        tensors[f"{prefix}.table"].cpu().long(),
-        fields["paged"],
-        pairs["sink"],
-        pairs["tail"],
-        [Slab(len(tensors[f"{prefix}.pages"]))],
-        fields["seen"],
-        fields["in_tail"],
-        fields["mode"],
-        [(start, tensors[name]) for start, name in fields["padding"]],
-    )
-    longest, heads = max(layer.lengths), tensors[f"{prefix}.pages"].shape[1]
-    most = longest + sum(mask.shape[1] for _, mask in layer.padding)
-    if (
-        min(layer.paged) < 0
-        or not longest <= layer.seen <= most
-        or (fields["heads"], *fields["widths"]) != (heads, *layer.widths)
-    ):
-        raise ValueError(f"{prefix} has other numbers of tokens, heads or channels than its tensors")
-    return layer
+def _packed_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Contents:
+    """The packed layers. Raises `ValueError` if they do not hold the same text."""
+    contents = Contents()
+    for number, fields in description["layers"].items():
+        prefix, spec = f"layers.{number}", LayerSpec.parse(fields["spec"])
+        slab, *windows = (tensors[f"{prefix}.{name}"] for name in ("pages", *_WINDOWS))
+        table, paged = tensors[f"{prefix}.table"].cpu().numpy().astype(np.int64), np.array(fields["paged"])
+        lengths = np.sum([fields["sinks"], paged, fields["tails"]], axis=0)
+        if not contents.groups:
+            contents.lengths, contents.seen, contents.mode = lengths, fields["seen"], fields["mode"]
+            contents.padding = [(start, tensors[name]) for start, name in fields["padding"]]
+        new = PagedLayers(spec, [Slab(len(slab))], table, paged, {}, fields["in_tail"])
+        group = contents.groups.setdefault(spec.paging, new)
+        layer = group.layers[int(number)] = LayerTensors(spec, [slab], windows)
+        same = zip((table, paged, lengths), (group.table, group.paged, contents.lengths), strict=True)
+        if fields["seen"] != contents.seen or not all(np.array_equal(one, other) for one, other in same):
+            raise ValueError("not all layers hold the text")
+        sizes = np.repeat([counts.sum() for counts in new.window(lengths)], 2).tolist()
+        longest = lengths.max()
+        most = longest + sum(mask.shape[1] for _, mask in contents.padding)
+        if (
+            min(fields["paged"]) < 0
+            or not longest <= contents.seen <= most
+            or [window.shape[1] for window in windows] != sizes
+            or (fields["heads"], *fields["widths"]) != (slab.shape[1], *layer.widths)
+        ):
+            raise ValueError(f"{prefix} has other numbers of tokens, heads or channels than its tensors")
+    if contents.groups and contents.layers.keys() != {int(index) for index in description["specs"]}:
+        raise ValueError("not all layers hold the text")
+    return contents
 
 
 def options_for(specs: Mapping[int, LayerSpec]) -> dict[str, Any]:

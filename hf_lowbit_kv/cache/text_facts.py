@@ -15,7 +15,7 @@ from .length_rope import ReadLengths
 from .model_positions import ModelPositions
 
 if TYPE_CHECKING:
-    from .cache_contents import CacheContents
+    from .contents import Contents
 
 
 @dataclass
@@ -89,7 +89,7 @@ class TextFacts(Unstamped):
     # ---- contents -------------------------------------------------------------------------------------------------
 
     def contents(self, cache: Any, row: int | None = None) -> dict[str, Any]:
-        """The facts that outlive a process, as fields of `CacheContents`. Waits for the device.
+        """The facts that outlive a process, as fields of `Contents`. Waits for the device.
 
         Args:
             row: only those of this row, whose ids the caller knows; `None`: of all rows.
@@ -98,13 +98,14 @@ class TextFacts(Unstamped):
             return {"text": None, "positions": self.positions.of_rows([row])}
         lengths = self.read_lengths if cache.packed_layers[0].length.at_least else None
         read = None if lengths is None else (lengths.first_read(cache), lengths.whole(cache) is None)
-        return {"text": self.ids, "positions": self.positions.values, "read": read}
+        mode = self.mode or "packed"
+        return {"text": self.ids, "positions": self.positions.values, "read": read, "mode": mode}
 
-    def put(self, contents: CacheContents, filled_by: FilledBy, model: Any) -> None:
+    def put(self, contents: Contents, filled_by: FilledBy, model: Any) -> None:
         """The cache has got these contents, whose model this is."""
         self.know(contents.text, model)
         self.filled_by = filled_by
-        self.mode = next((layer.mode for layer in contents.layers.values()), None)
+        self.mode = contents.mode if contents.groups else None
         if contents.positions is not None:
             self.positions.values = dict(contents.positions)
             self.positions.give_back(model)

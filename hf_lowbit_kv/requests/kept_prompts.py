@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..cache import cache_contents
-from ..cache.cache_contents import CacheContents
+from ..cache.contents import Contents, common_prefix
 from ..cache.prefix_store import Key, PrefixStore
 from .pool_steps import PoolSteps
 from .request import Request
@@ -55,11 +55,11 @@ class KeptPrompts:
             contents = self._store.find(self._steps.template, [ids], self._key_now(), known).contents
         if contents is None:
             return None
-        sliding = (contents.native_layers[index].tensors for index in self._sliding)
+        sliding = (contents.native_layers[index] for index in self._sliding)
         rings = [(tokens["keys"], tokens["values"]) for tokens in sliding if tokens]
-        return self._steps.pool.kept([contents.layers[index] for index in sorted(contents.layers)], rings)
+        return self._steps.pool.kept(contents, rings)
 
-    def _of_cache(self, request: Request, known: int) -> CacheContents | None:
+    def _of_cache(self, request: Request, known: int) -> Contents | None:
         cache, ids, wrong = request.cache, torch.tensor(request.prompt_ids), "past_key_values cannot go on"
         assert cache is not None
         cache.check_model(self._steps.model)
@@ -68,12 +68,11 @@ class KeptPrompts:
         if cache.read_lengths is not None and not cache.read_lengths.suits(cache, len(ids)):
             raise ValueError(f"{wrong}: its rotary embeddings are those of a text of another length")
         contents = cache_contents.take(cache, shared=True)
-        layers = contents.layers
-        stored = next((layer.lengths for layer in layers.values()), [])
+        stored = contents.lengths.tolist()
         if contents.text is None or stored != [contents.text.shape[1]]:
             raise ValueError(f"{wrong}: it must hold one row whose text it knows, as lb.generate and lb.Chat leave it")
-        match = min(cache_contents.common_prefix(contents.text[0].cpu(), ids), len(ids) - 1)
-        tokens = cache_contents.restorable(contents, match)
+        match = min(common_prefix(contents.text[0].cpu(), ids), len(ids) - 1)
+        tokens = contents.restorable(match)
         if self._sliding and match < stored[0]:
             raise ValueError(
                 f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, and sliding-window layers need all of them"
@@ -82,7 +81,7 @@ class KeptPrompts:
             raise ValueError(f"{wrong}: of its {stored[0]} tokens the prompt begins with {match}, too few to use")
         if tokens <= known:
             return None
-        return contents._replace(layers={i: x.first(tokens) for i, x in layers.items()})
+        return contents.first(tokens)
 
     def add(self, row: Row, ids: list[int]) -> None:
         """Keep the contents of a row that holds these tokens. Waits for the device."""

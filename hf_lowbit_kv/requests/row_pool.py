@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..storage.layer_contents import LayerContents
+from ..cache.contents import Contents, LayerTensors
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import PagePool, Slab, locate
+from ..storage.page_pool import PagePool, locate
 from ..storage.paged_store import LayerStore
 from .ring_memory import RingShape
 from .slot_memory import Pair, SlotMemory
@@ -266,50 +266,45 @@ class RowPool:
 
     # ---- kept prompts -----------------------------------------------------------------------------------------------
 
-    def kept(self, parts: Sequence[LayerContents], rings: Sequence[Pair] = ()) -> Prefix:
+    def kept(self, contents: Contents, rings: Sequence[Pair] = ()) -> Prefix:
         """A kept prompt as a prefix for a row. Its pages are attached, not copied, and it must be adopted at once.
 
         Args:
-            parts: for each layer, in order, the prompt's contents (one row). Layers with the same paging have the same tables.
+            contents: the prompt's (one row).
             rings: see `Prefix`.
         """
-        parts = [part.to(layer.device) for part, layer in zip(parts, self.memory.stores, strict=True)]
+        stores = self.memory.stores
+        layers = [layer.to(store.device) for layer, store in zip(contents.layers.values(), stores, strict=True)]
         pages: dict[Hashable, list[int]] = {}
-        paged: dict[Hashable, int] = {}
         opened: dict[Hashable, list[torch.Tensor]] = {}
-        for paging, spec in self._specs.items():
-            indices = self.memory.layers_of(paging)
-            tokens = parts[indices[0]]
-            slabs, locations = locate(tokens.slabs, tokens.table[0, : -(-tokens.paged[0] // spec.page_size)].numpy())
-            paged[paging], full = tokens.paged[0], tokens.paged[0] // spec.page_size
-            first = {slab: self._attach(indices, parts, slab) for slab in np.unique(slabs[:full]).tolist()}
+        for paging, own in contents.groups.items():
+            indices, pool = self.memory.layers_of(paging), self.page_pools[paging]
+            full = int(own.paged[0]) // own.spec.page_size
+            slabs, locations = locate(own.slabs, own.table[0])
+            for number in np.unique(slabs[:full]).tolist():
+                if (slab := own.slabs[number]) not in pool.acquired:
+                    self.memory.attach(
+                        paging, pool.attach(slab), [self._in_layout(i, layers[i], number) for i in indices]
+                    )
             numbers = list(zip(slabs.tolist(), locations.tolist(), strict=True))
-            pages[paging] = [first[slab] + index for slab, index in numbers[:full]]
+            pages[paging] = [
+                pool.first_page(pool.slabs.index(own.slabs[slab])) + index for slab, index in numbers[:full]
+            ]
             for slab, index in numbers[full:]:
-                opened[paging] = [self._in_layout(i, parts[i], slab, slice(index, index + 1))[0] for i in indices]
-        length = parts[0].lengths[0]
+                page = slice(index, index + 1)
+                opened[paging] = [self._in_layout(i, layers[i], slab, page)[0] for i in indices]
         windows: list[list[Pair]] = []
         for group in self.memory.groups:
-            of_group = [parts[i] for i in group.layers]
-            windows.append([_stacked([x.sinks[0] for x in of_group]), _stacked([x.tails[0] for x in of_group])])
-        return Prefix(length, pages, [x for x, _ in windows], [x for _, x in windows], paged, opened, list(rings))
+            parts = zip(*(layers[i].windows for i in group.layers), strict=True)
+            sink_k, sink_v, tail_k, tail_v = (torch.stack(of_layers) for of_layers in parts)
+            windows.append([(sink_k, sink_v), (tail_k, tail_v)])
+        paged = {paging: int(own.paged[0]) for paging, own in contents.groups.items()}
+        length, sinks, tails = int(contents.lengths[0]), [x for x, _ in windows], [x for _, x in windows]
+        return Prefix(length, pages, sinks, tails, paged, opened, list(rings))
 
-    def _in_layout(self, index: int, part: LayerContents, slab: int, pages: slice = slice(None)) -> torch.Tensor:
+    def _in_layout(self, index: int, layer: LayerTensors, slab: int, pages: slice = slice(None)) -> torch.Tensor:
         """A slab of a layer, or pages of it, in the layout of the pool."""
-        return part._replace(slabs=[part.slabs[slab][pages]]).in_layout_of(self.memory.stores[index].spec).slabs[0]
-
-    def _attach(self, indices: list[int], parts: Sequence[LayerContents], number: int) -> int:
-        """Attach a slab, unless it is attached. Returns the number of its first page."""
-        stores, tokens = self.memory.stores, parts[indices[0]]
-        slab = Slab(len(tokens.slabs[number])) if tokens.shared is None else tokens.shared[number]
-        pages = self.page_pools[paging := stores[indices[0]].spec.paging]
-        if slab in pages.acquired:
-            return pages.first_page(pages.slabs.index(slab))
-        alike = all(parts[i].spec == stores[i].spec for i in indices)
-        memory = [parts[i].slabs[number] if alike else self._in_layout(i, parts[i], number) for i in indices]
-        index = pages.attach(slab)
-        self.memory.attach(paging, index, memory)
-        return pages.first_page(index)
+        return layer._replace(slabs=[layer.slabs[slab][pages]]).in_layout_of(self.memory.stores[index].spec).slabs[0]
 
     def idle_bytes(self, more_than: float) -> int:
         """Bytes of attached slabs that no row reads; 0 if all attached slabs together have at most `more_than` bytes."""
@@ -342,8 +337,3 @@ class RowPool:
         self.memory.tables.clear()
         self.memory.rings.clear()
         self.rows.clear()
-
-
-def _stacked(pairs: Sequence[Pair]) -> Pair:
-    """Keys and values of some layers, `[layers, heads, n, head_dim]`."""
-    return torch.stack([keys for keys, _ in pairs]), torch.stack([values for _, values in pairs])

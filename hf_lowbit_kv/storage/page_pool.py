@@ -81,6 +81,12 @@ def _release(acquired: dict[Slab, np.ndarray]) -> None:
             slab.references -= counts
 
 
+def references_in(slabs: Sequence[Slab], table: np.ndarray) -> dict[Slab, np.ndarray]:
+    """By slab, how often a table names each of its pages: int32 `[pages]`. Numbers count through the slabs."""
+    counts = np.bincount(table.ravel(), minlength=sum(map(len, slabs))).astype(np.int32)
+    return dict(zip(slabs, np.split(counts, np.cumsum([len(slab) for slab in slabs])[:-1]), strict=True))
+
+
 def locate(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """int64 each: the slab of each of these pages, and its index there. Numbers count through the slabs."""
     sizes = np.array([len(slab) for slab in slabs], dtype=np.int64)
@@ -151,9 +157,7 @@ class PageTables(PageUser):
     def set(self, numbers: Numbers) -> None:
         """Have these page numbers, and references to their pages."""
         self.slabs, self.table = numbers.slabs, numbers.table
-        counts = np.bincount(self.table.ravel(), minlength=sum(map(len, self.slabs))).astype(np.int32)
-        parts = np.split(counts, np.cumsum([len(slab) for slab in self.slabs])[:-1])
-        self.set_references(dict(zip(self.slabs, parts, strict=True)))
+        self.set_references(references_in(self.slabs, self.table))
 
     def entries(self, numbers: Numbers) -> tuple[np.ndarray, np.ndarray]:
         """int64 `[n]` each: row and column of the entries that will name another page than they do now, or that their row's

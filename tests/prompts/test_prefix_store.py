@@ -11,6 +11,7 @@ from generation_cases import GREEDY
 from prefix_cases import DENSE, generated, text
 
 import hf_lowbit_kv as lb
+from hf_lowbit_kv.formats import fragment
 
 
 @pytest.fixture(scope="module")
@@ -379,8 +380,24 @@ def test_texts_share_the_pages_that_they_have_in_common(model):
         generated(model, torch.cat([system, text(20, seed)], dim=1), store)
     assert len(store) == 5
     assert store.nbytes < 3 * one
-    tensors = [x for prompt in store._prompts for x in prompt.contents.tensors()]
+    tensors = [x for prompt in store._prompts for x in prompt.tensors()]
     assert store.nbytes == sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors if len(x)}.values())
+
+
+def test_texts_in_different_layouts_are_restored_together(model):
+    """As a store has them whose folder another backend wrote to."""
+    store, rows = lb.PrefixStore(), torch.cat([text(300, 1), text(300, 2)])
+    caches = [lb.from_preset("kivi-4", model) for _ in range(2)]
+    read(model, caches[0], rows)
+    store.add(caches[0], list(rows))
+    for group in store._prompts[1].groups.values():
+        for index, layer in group.layers.items():
+            group.layers[index] = layer.in_layout_of(layer.spec.with_layouts(*fragment.LAYOUTS))
+            assert not torch.equal(group.layers[index].slabs[0], layer.slabs[0])
+    longer = torch.cat([rows, rows[:, :5]], dim=1)
+    assert store.restore(caches[1], list(longer)).tokens == 300
+    before, after = (read(model, cache, longer[:, 300:]) for cache in caches)
+    assert torch.equal(before, after)
 
 
 def test_pages_of_a_removed_text_that_no_other_uses_are_freed(model):

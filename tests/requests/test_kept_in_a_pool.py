@@ -10,11 +10,10 @@ from fake_graph import in_place_of_graphs
 from pool_cases import many, tokens_of, transformers_own
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache import kept_prompt
+from hf_lowbit_kv.cache import contents
 from hf_lowbit_kv.requests import pool_steps
 from hf_lowbit_kv.requests.request_loop import RequestLoop
 from hf_lowbit_kv.requests.slot_memory import SlotMemory
-from hf_lowbit_kv.storage import layer_contents
 
 PAGE = SMALL_PAGES["page_size"]
 
@@ -27,16 +26,15 @@ def text(tokens: int, seed: int) -> torch.Tensor:
 def copied(monkeypatch) -> list[int]:
     """Bytes of pages that were copied; attention is not counted."""
     counts: list[int] = []
-    read = layer_contents.read_pages
+    read = contents.read_pages
 
     def counted(pool, ids):
         pages = read(pool, ids)
         counts.append(pages.nbytes)
         return pages
 
-    for module in (layer_contents, kept_prompt):
-        monkeypatch.setattr(module, "read_pages", counted)
-    for owner, name in ((SlotMemory, "copy_page"), (SlotMemory, "write_page"), (layer_contents, "write_pages")):
+    monkeypatch.setattr(contents, "read_pages", counted)
+    for owner, name in ((SlotMemory, "copy_page"), (SlotMemory, "write_page"), (contents, "write_pages")):
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: counts.append(1))
     return counts
 
@@ -248,7 +246,7 @@ def test_pages_of_texts_that_were_cut_in_different_ways_are_not_mixed(model):
                     model(part[None], past_key_values=cache)
             store.add(cache, [ids])
         (prompt,) = store._prompts
-        shared, own = map(len, prompt.contents.layers[0].slabs)
+        shared, own = map(len, prompt.layers[0].slabs)
         if sizes == (64, 64):
             assert (shared, own) == (8, 1)
         else:

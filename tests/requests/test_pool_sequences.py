@@ -20,11 +20,10 @@ from pool_cases import poison, references
 from sequence_operations import for_each
 
 from hf_lowbit_kv.backends import operations as ops
-from hf_lowbit_kv.cache.cache_contents import CacheContents, whole_pages
+from hf_lowbit_kv.cache.contents import Contents, take_rows
 from hf_lowbit_kv.formats import fragment
 from hf_lowbit_kv.requests.row_pool import Prefix, Row, RowPool
 from hf_lowbit_kv.requests.shared_prefixes import SharedPrefixes
-from hf_lowbit_kv.storage.layer_contents import LayerContents, take_tokens
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
 from hf_lowbit_kv.storage.page_pool import locate
 from hf_lowbit_kv.storage.paged_store import PagedStore
@@ -79,8 +78,8 @@ class Machine:
         self._caches = [
             self._stored(ids, capacity) for ids, capacity in zip(self._cached, (None, 2 * LONGEST), strict=True)
         ]
-        self._kept = [[take_tokens(store).copied() for store in stores] for stores in self._caches]
-        self._kept[1] = [_in_another_layout(contents) for contents in self._kept[1]]
+        self._kept = [take_rows(dict(enumerate(stores))).copied() for stores in self._caches]
+        self._kept[1] = _in_another_layout(self._kept[1])
         poison(self.pool)
 
     def run(self, operations: list[Operation]) -> None:
@@ -136,21 +135,21 @@ class Machine:
     def _cache(self, operation: Operation) -> None:
         """A row continues from the present contents of a cache, which may change later."""
         which = operation.which % 2
-        contents = [take_tokens(store) for store in self._caches[which]]
+        contents = take_rows(dict(enumerate(self._caches[which])))
         self._go_on(self._cached[which], contents, operation.amount)
 
-    def _go_on(self, ids: list[int], contents: list[LayerContents], amount: int) -> None:
+    def _go_on(self, ids: list[int], contents: Contents, amount: int) -> None:
         match = len(ids) if amount % 4 == 0 else min(amount, len(ids))
-        in_tail = match == len(ids) or match > max(x.spec.sink + x.paged[0] for x in contents)
-        tokens = match if in_tail else whole_pages(CacheContents(dict(enumerate(contents)), {}), match)
+        in_tail = match == len(ids) or match > max(x.spec.sink + x.paged[0] for x in contents.groups.values())
+        tokens = match if in_tail else contents.whole_pages(match)
         if not tokens:
             return
-        parts = [x.first(tokens) for x in contents]
-        before = [slab.clone() for x in parts for slab in x.slabs]
+        part = contents.first(tokens)
+        before = [slab.clone() for x in part.layers.values() for slab in x.slabs]
         story = ids[:tokens] + [amount % 8] * amount
-        row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(parts))
+        row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(part))
         self.attached += row is not None
-        after = [slab for x in parts for slab in x.slabs]
+        after = [slab for x in part.layers.values() for slab in x.slabs]
         assert all(map(torch.equal, before, after))
 
     def _change_the_cache(self, operation: Operation) -> None:
@@ -172,7 +171,7 @@ class Machine:
             for rows in ([0, 0], [1]):
                 for memory in {store.memory for store in fork}:
                     memory.select_rows(torch.tensor(rows))
-        self._go_on(self._cached[which], [take_tokens(store) for store in fork], operation.amount)
+        self._go_on(self._cached[which], take_rows(dict(enumerate(fork))), operation.amount)
         if operation.amount % 2:
             self._caches[which] = fork
 
@@ -320,9 +319,12 @@ class Machine:
             assert promised <= pages.free, "every row gets the pages that it was promised"
 
 
-def _in_another_layout(contents: LayerContents) -> LayerContents:
+def _in_another_layout(contents: Contents) -> Contents:
     """As files have them that another backend wrote."""
-    return contents.in_layout_of(contents.spec.with_layouts(*fragment.LAYOUTS))
+    for group in contents.groups.values():
+        for i, x in group.layers.items():
+            group.layers[i] = x.in_layout_of(x.spec.with_layouts(*fragment.LAYOUTS))
+    return contents
 
 
 #: sequences of all kinds together

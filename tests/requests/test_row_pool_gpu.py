@@ -129,8 +129,7 @@ def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, back
     pool = steps.pool
 
     def enter(which):
-        contents = take(caches[which], shared=True)
-        return pool.enter(1024, pool.kept([contents.layers[index] for index in sorted(contents.layers)]))
+        return pool.enter(1024, pool.kept(take(caches[which], shared=True)))
 
     def go_on(rows, first, count):
         for step in range(first, first + count):
