@@ -11,8 +11,7 @@ examples for items of even index are items of odd index, and vice versa. HumanEv
 process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
 
 A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K it is the share that is
-solved. `failed`: the scores of the items that do not have the full score, by name. `seconds_of_all`: of all tasks that
-a preset answered at once.
+solved. `scores`: of each item, by name. `seconds_of_all`: of all tasks that a preset answered at once.
 
 `--forced` measures RULER's tasks without sampling noise: each cache reads the prompt in the same chunks, then the right
 answer, and is compared with the 16-bit cache at each of its tokens. A record has lists over items: `kl` (mean over the
@@ -351,7 +350,7 @@ def main(
                         "packed_share": packed_share(which, [x[1] + x[2] for x in own]),
                         "prompt_tokens": statistics.fmean(x[1] for x in own),
                         "seconds_of_all": seconds,
-                        "failed": {x[0]: x[3] for x in own if x[3] < 1},
+                        "scores": {x[0]: x[3] for x in own},
                     }
                 )
             print(f"{which}, {length or 'worked examples'}: {len(questions)} answers in {seconds:.0f} s")
