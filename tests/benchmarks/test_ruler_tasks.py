@@ -4,6 +4,7 @@ import collections
 import random
 import re
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from bench_runs import records_of
 from cases import tiny_models
 from tiny_tokenizers import letters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
+import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks, ruler_tasks
-from hf_lowbit_kv.eval.benchmarks.model_tasks import Item
+from hf_lowbit_kv.eval.benchmarks.model_tasks import Item, Question, contenders
 from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS, answer_tokens, samples, score
 from hf_lowbit_kv.eval.provenance import append_record
 
@@ -126,18 +128,8 @@ def test_right_answers_are_scored_token_by_token(tmp_path, monkeypatch):
     monkeypatch.setattr(model_tasks, "CHUNK_SIZE", 300)
     monkeypatch.setattr(ruler_tasks, "answer_tokens", lambda _: 16)
     arguments = ["--model", tmp_path / "model", "--name", "tiny", "--dtype", "float32", "--device", "cpu", "--forced"]
-    arguments += [
-        "--preset",
-        "dense",
-        "--preset",
-        "kivi-2",
-        "--limit",
-        2,
-        "--context",
-        1500,
-        "--task",
-        "niah_multikey_1",
-    ]
+    arguments += ["--preset", "dense", "--preset", "kivi-2", "--limit", 2, "--context", 1500]
+    arguments += ["--task", "niah_multikey_1"]
     exact, low = records_of(model_tasks.main, tmp_path / "records.jsonl", *arguments)
     assert max(map(abs, exact["kl"])) < 1e-6
     assert min(low["kl"]) > 1e-4
@@ -145,9 +137,35 @@ def test_right_answers_are_scored_token_by_token(tmp_path, monkeypatch):
     for index, (ids, answers) in enumerate(samples("niah_multikey_1", 1500, 2, letters())):
         right = letters()(f" {answers[0]}", add_special_tokens=False).input_ids
         with torch.no_grad():
-            logprobs = model(torch.tensor([ids + right])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            plain = model(torch.tensor([ids + right]), past_key_values=DynamicCache(config=model.config))
+        logprobs = plain.logits[0, len(ids) - 1 : -1].log_softmax(-1)
         truth = -logprobs.gather(1, torch.tensor(right)[:, None]).mean()
         assert [exact["nll"][index], low["nll_full"][index]] == pytest.approx([float(truth)] * 2, abs=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_right_answer_is_read_as_generate_many_writes_it(monkeypatch):
+    """A cache that rounds has the same log-probabilities at the tokens that `generate_many` has written. The prompt ends
+    with a page that is packed after the first of them was drawn."""
+    model, calls = tiny_models("llama", max_position_embeddings=4096)[0], []
+    monkeypatch.setattr(model_tasks, "CHUNK_SIZE", 256)
+    ids = torch.randint(3, 90, (1024,), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"do_sample": False, "max_new_tokens": 6, "progress": False, "logprobs": True}
+    (written,) = lb.generate_many(model, [ids], "kivi-2", prefill_chunk_size=256, **options)
+    question = Question("", "", ids, None, 6, float, written.generated_tokens)
+    model.register_forward_pre_hook(
+        lambda _, args, named: calls.append((args or [named["input_ids"]])[0].shape[1]), with_kwargs=True
+    )
+    logprobs = model_tasks.answer_logprobs(model, lb.from_preset("kivi-2", model), question)
+    assert calls == [256] * 4 + [5]
+    drawn = logprobs.gather(1, torch.tensor(written.generated_tokens)[:, None])[:, 0].tolist()
+    assert drawn == pytest.approx(written.logprobs, abs=1e-5)
+
+
+def test_each_calibration_is_measured_with_presets_that_need_one():
+    files = [Path("a"), Path("b")]
+    assert contenders(["dense", "eigen-2"], files) == [("dense", None), ("eigen-2", files[0]), ("eigen-2", files[1])]
+    assert contenders(["eigen-2"], []) == [("eigen-2", None)]
 
 
 def test_tables(tmp_path):
