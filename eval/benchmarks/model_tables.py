@@ -191,7 +191,7 @@ class RulerLoss(NamedTuple):
 
 def ruler_losses(context: int, path: Path = TASKS) -> dict[str, RulerLoss]:
     """The loss of each preset with all tasks at this length; empty if 16 bits are not measured."""
-    keys: list[Key] = [(task, context) for task in RULER]
+    keys = ruler_keys(context)
     measured = {name: records for name, records in newest_tasks(path).items() if records.keys() >= set(keys)}
     if (full := measured.pop("dense", None)) is None:
         return {}
@@ -203,7 +203,7 @@ def ruler_losses(context: int, path: Path = TASKS) -> dict[str, RulerLoss]:
 
 def ruler_score(context: int, path: Path = TASKS) -> float:
     """RULER's score of the 16-bit cache at this length, in percent."""
-    return _points(newest_tasks(path)["dense"], [(task, context) for task in RULER])
+    return _points(newest_tasks(path)["dense"], ruler_keys(context))
 
 
 def front_table(tasks: Path = TASKS) -> str:
@@ -349,31 +349,43 @@ KINDS = {
     "FWE": "fwe",
     "QA": "qa",
 }
-#: a task, and the context of RULER's
-Key = tuple[str, int | None]
-Records = dict[Key, Record]
+Records = dict["Key", Record]
+
+
+class Key(NamedTuple):
+    """What records are compared by: they have answered the same items."""
+
+    task: str
+    context: int | None
+    """of RULER's tasks"""
+    items: int
+
+
+def ruler_keys(context: int) -> list[Key]:
+    """All of RULER's tasks at this length."""
+    return [Key(task, context, RULER_ITEMS) for task in RULER]
 
 
 def newest_tasks(path: Path = TASKS) -> dict[str, Records]:
-    """For each preset, most bits first, its newest record of each task and context, with all items."""
+    """For each preset, most bits first, its newest records, with all items or more."""
     found: dict[str, Records] = {}
     for record in current_records(path):
-        task = record["task"]
-        items = WORKED[task][1] if task in WORKED else RULER_ITEMS
-        if record["model"].startswith(SHORT_NAME) and record["items"] >= items:
-            found.setdefault(record["preset"], {})[task, record.get("context")] = record
+        key = Key(record["task"], record.get("context"), record["items"])
+        least = WORKED[key.task][1] if key.task in WORKED else RULER_ITEMS
+        if record["model"].startswith(SHORT_NAME) and key.items >= least:
+            found.setdefault(record["preset"], {})[key] = record
     return dict(sorted(found.items(), key=lambda item: -get_preset(item[0]).spec().bits_per_value(4096, 128)))
 
 
 def contexts(presets: Collection[Records]) -> list[int]:
     """Contexts at which a preset has all of RULER's tasks."""
-    lengths = {length for records in presets for task, length in records if task in RULER and length is not None}
-    return sorted(n for n in lengths if any(all((task, n) in records for task in RULER) for records in presets))
+    lengths = {key.context for records in presets for key in records if key.context is not None}
+    return sorted(n for n in lengths if any(records.keys() >= set(ruler_keys(n)) for records in presets))
 
 
 def tasks_table(path: Path = TASKS) -> str:
     """Scores of each preset in percent, and the share of the tokens attended to that is packed: solved items of HumanEval
-    and GSM8K, and the mean of RULER's tasks at each context."""
+    and GSM8K, the mean of RULER's tasks at each context, and single tasks of RULER with more items."""
     presets = newest_tasks(path)
     columns = _columns(presets)
     rows = [[f"`{name}`", *(_cell(records, keys) for keys in columns.values())] for name, records in presets.items()]
@@ -387,13 +399,13 @@ def ruler_table(path: Path = TASKS) -> str:
         [
             f"{length // 1024}k, `{name}`",
             *(
-                _cell(records, [(task, length) for task in RULER if task.startswith(begin)], packed=False)
+                _cell(records, [key for key in ruler_keys(length) if key.task.startswith(begin)], packed=False)
                 for begin in KINDS.values()
             ),
         ]
         for length in contexts(presets.values())
         for name, records in presets.items()
-        if all((task, length) in records for task in RULER)
+        if records.keys() >= set(ruler_keys(length))
     ]
     return markdown_table(["context, preset", *KINDS], rows) if rows else NONE
 
@@ -432,22 +444,20 @@ def paired_error(records: Records, others: Records, keys: list[Key]) -> float:
     that of the differences of items (`item_scores`)."""
     variances = []
     for key in keys:
-        pair, count = [item_scores(each[key]) for each in (records, others)], records[key]["items"]
-        if count != others[key]["items"]:
-            raise ValueError(f"{key}: {count} and {others[key]['items']} items are not the same items")
-        differences = [pair[0].get(name, 1.0) - pair[1].get(name, 1.0) for name in {**pair[0], **pair[1]}]
-        mean = sum(differences) / count
-        squares = sum((x - mean) ** 2 for x in differences) + (count - len(differences)) * mean**2
-        variances.append(squares / max(count - 1, 1) / count)
+        ours, theirs = item_scores(records[key]), item_scores(others[key])
+        differences = [ours.get(name, 1.0) - theirs.get(name, 1.0) for name in {**ours, **theirs}]
+        mean = sum(differences) / key.items
+        squares = sum((x - mean) ** 2 for x in differences) + (key.items - len(differences)) * mean**2
+        variances.append(squares / max(key.items - 1, 1) / key.items)
     return 100 * sum(variances) ** 0.5 / len(keys)
 
 
 def item_scores(record: Mapping[str, Any]) -> dict[str, float]:
-    """Scores of the items that do not have the full score. Older records only name these items: each gets the mean of
-    theirs, which is exact where a score is 0 or 1."""
+    """Scores by item. An item that is missing has the full score: older records only name the others (`failed`). Each of
+    these gets the mean of theirs, which is exact where a score is 0 or 1."""
+    if "scores" in record:
+        return dict(record["scores"])
     failed = record["failed"]
-    if isinstance(failed, dict):
-        return failed
     rest = record["score"] * record["items"] - (record["items"] - len(failed))
     return dict.fromkeys(failed, rest / max(len(failed), 1))
 
@@ -461,7 +471,7 @@ def _most_lost(records: Records, full: Records, keys: list[Key]) -> str:
     """In brackets, the two kinds of RULER's tasks that lose most of the mean; empty for other tasks."""
     kinds = {}
     for kind, begin in KINDS.items():
-        of_kind = [key for key in keys if key[0].startswith(begin)]
+        of_kind = [key for key in keys if key.task.startswith(begin)]
         if of_kind and (after := _points(records, of_kind)) < (before := _points(full, of_kind)):
             kinds[f"{kind} {after:.0f} instead of {before:.0f}"] = (before - after) * len(of_kind)
     most = sorted(kinds, key=lambda kind: -kinds[kind])[:2]
@@ -470,10 +480,10 @@ def _most_lost(records: Records, full: Records, keys: list[Key]) -> str:
 
 def _columns(presets: Mapping[str, Records]) -> dict[str, list[Key]]:
     """The columns of the tables of tasks, and the records that each is the mean of."""
-    columns: dict[str, list[Key]] = {shown: [(task, None)] for task, (shown, _) in WORKED.items()}
-    return columns | {
-        f"RULER, {length // 1024}k": [(task, length) for task in RULER] for length in contexts(presets.values())
-    }
+    columns = {shown: [Key(task, None, items)] for task, (shown, items) in WORKED.items()}
+    columns |= {f"RULER, {length // 1024}k": ruler_keys(length) for length in contexts(presets.values())}
+    more = {key for records in presets.values() for key in records if key.context and key.items > RULER_ITEMS}
+    return columns | {f"{key.task}, {(key.context or 0) // 1024}k, {key.items} items": [key] for key in sorted(more)}
 
 
 def _cell(records: Records, keys: list[Key], packed: bool = True) -> str:

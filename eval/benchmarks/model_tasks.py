@@ -11,12 +11,15 @@ examples for items of even index are items of odd index, and vice versa. HumanEv
 process of its own, with a time limit and limits on memory, as evaluation and nowhere else.
 
 A record has the mean score over items (0 to 1) of a task and a preset; of HumanEval and GSM8K it is the share that is
-solved. `failed`: the scores of the items that do not have the full score, by name. `seconds_of_all`: of all tasks that
-a preset answered at once.
+solved. `scores`: of each item, by name. `seconds_of_all`: of all tasks that a preset answered at once.
 
-`--forced` measures RULER's tasks without sampling noise: each cache reads the prompt in the same chunks, then the right
-answer, and is compared with the 16-bit cache at each of its tokens. A record has lists over items: `kl` (mean over the
-answer's tokens, nats), `nll` and `nll_full` (of the right tokens).
+`--forced` measures RULER's tasks without sampling noise: each cache reads the prompt in the chunks of `generate_many`,
+then the right answer, and is compared with the 16-bit cache at each of its tokens. A record has lists over items: `kl`
+(mean over the answer's tokens, nats), `nll` and `nll_full` (of the right tokens). 160 items, with three calibrations:
+
+    python -m hf_lowbit_kv.eval.benchmarks.model_tasks --model FOLDER --forced --limit 20 --context 16384 --context 32768 \
+        --task vt --task niah_multikey_2 --task niah_multivalue --task fwe --preset kivi-4-sink --preset eigen-4 \
+        --calibration seed0.safetensors --calibration seed1.safetensors --calibration seed2.safetensors
 
 `packed_share`: share of the tokens that the last token of an answer attends to that are in packed pages, mean over items.
 """
@@ -35,9 +38,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 import typer
@@ -73,6 +76,7 @@ exec(compile(sys.argv[3], "answer", "exec", dont_inherit=True), {"__name__": "__
 """
 OUT = results_path("tasks", "models")
 OUT_FORCED = results_path("answers", "models")
+T = TypeVar("T")
 
 
 class Item(NamedTuple):
@@ -224,8 +228,30 @@ def questions_of(task: str, tokenizer: Any, context: int, limit: int) -> list[Qu
     ]
 
 
-def answers(model: Any, tokenizer: Any, preset: str, questions: list[Question]) -> list[Result]:
-    """The answers of a preset. No answer depends on other questions (`share_prefixes=False`).
+class Contender(NamedTuple):
+    """A preset, and the file of its calibration. `None`: the preset needs none, or the model has one."""
+
+    preset: str
+    calibration: Path | None = None
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a record says of it."""
+        return {"preset": self.preset} | ({"calibration": self.calibration.name} if self.calibration else {})
+
+
+def contenders(presets: list[str], calibrations: list[Path]) -> list[Contender]:
+    """Presets that need a calibration, with each of these; the other presets once."""
+    once: list[Path | None] = [None]
+    return [
+        Contender(name, file)
+        for name in presets
+        for file in ((is_calibrated(get_preset(name)) and calibrations) or once)
+    ]
+
+
+def answers(model: Any, tokenizer: Any, contender: Contender, questions: list[Question]) -> list[Result]:
+    """The answers with a preset. No answer depends on other questions (`share_prefixes=False`).
 
     Raises:
         RuntimeError: a question could not be answered.
@@ -236,47 +262,85 @@ def answers(model: Any, tokenizer: Any, preset: str, questions: list[Question]) 
             {"input_ids": each.ids, "max_new_tokens": each.most, "stop_strings": each.stop and [each.stop]}
             for each in questions
         ],
-        preset,
+        contender.preset,
         tokenizer=tokenizer,
+        calibration=contender.calibration,
         do_sample=False,
         share_prefixes=False,
         progress=False,
     )
     for each, result in zip(questions, results, strict=True):
         if result.error is not None:
-            raise RuntimeError(f"{each.task}, {each.name}, {preset}: {result.error}")
+            raise RuntimeError(f"{each.task}, {each.name}, {contender.preset}: {result.error}")
     return results
 
 
 @torch.no_grad()
 def answer_logprobs(model: Any, cache: LowBitCache, question: Question) -> torch.Tensor:
     """Read a prompt in the chunks of `generate_many`, then a right answer. Returns log-probabilities, float32
-    `[tokens of the answer, vocabulary]`."""
+    `[tokens of the answer, vocabulary]`. The last chunk gives those of the first token."""
     assert question.right is not None
     cache.reset()
-    ids = torch.tensor([question.ids + question.right[:-1]], device=model.device)
-    answer, options = len(question.ids) - 1, {**as_argument(cache), "use_cache": True}
-    for first in range(0, answer, CHUNK_SIZE):
-        model(ids[:, first : min(first + CHUNK_SIZE, answer)], **options, logits_to_keep=1)
-    return model(ids[:, answer:], **options).logits[0].float().log_softmax(-1)
+    options = {**as_argument(cache), "use_cache": True}
+    prompt, right = (torch.tensor([ids], device=model.device) for ids in (question.ids, question.right))
+    for chunk in prompt.split(CHUNK_SIZE, 1):
+        logits = model(chunk, **options, logits_to_keep=1).logits[0]
+    if right.shape[1] > 1:
+        logits = torch.cat((logits, model(right[:, :-1], **options).logits[0]))
+    return logits.float().log_softmax(-1)
 
 
-def forced(model: Any, questions: list[Question], presets: list[str], calibration: Path | None) -> dict[str, list[Any]]:
-    """By preset, an item's `kl`, `nll` and `nll_full` for each question, means over the answer's tokens."""
-    caches = {
-        name: lb.from_preset(name, model, calibration=calibration if is_calibrated(get_preset(name)) else None)
-        for name in ("dense", *presets)
-    }
-    out: dict[str, list[Any]] = {name: [] for name in presets}
+def forced_records(model: Any, questions: list[Question], contenders: list[Contender]) -> Iterator[dict[str, Any]]:
+    """Compare each contender with the 16-bit cache at the tokens of right answers. A record for each, and for each task."""
+    full_cache, *caches = (
+        lb.from_preset(each.preset, model, calibration=each.calibration) for each in (Contender("dense"), *contenders)
+    )
+    figures: list[list[dict[str, float]]] = [[] for _ in caches]
+    begin = time.perf_counter()
     for question in questions:
-        full = answer_logprobs(model, caches["dense"], question)
+        full = answer_logprobs(model, full_cache, question)
         right = torch.tensor(question.right, device=full.device)[:, None]
-        for name in presets:
-            logprobs = answer_logprobs(model, caches[name], question)
+        for cache, of_items in zip(caches, figures, strict=True):
+            logprobs = answer_logprobs(model, cache, question)
             kl = (full.exp() * (full - logprobs)).sum(-1)
-            figures = kl, -logprobs.gather(1, right), -full.gather(1, right)
-            out[name].append([float(x.mean()) for x in figures])
-    return out
+            means = {"kl": kl, "nll": -logprobs.gather(1, right), "nll_full": -full.gather(1, right)}
+            of_items.append({name: float(x.mean()) for name, x in means.items()})
+    print(f"{len(questions)} prompts, read {1 + len(caches)} times each, in {time.perf_counter() - begin:.0f} s")
+    for contender, of_items in zip(contenders, figures, strict=True):
+        for task, own in _by_task(questions, of_items).items():
+            lists = {name: [x[name] for x in own] for name in own[0]}
+            fields = {"task": task, **contender.fields, "items": len(own), "forced": True}
+            yield fields | lists | {"kl_mean": statistics.fmean(lists["kl"])}
+
+
+def task_records(
+    model: Any, tokenizer: Any, questions: list[Question], contenders: list[Contender]
+) -> Iterator[dict[str, Any]]:
+    """Answer all questions with each contender, and score the answers. A record for each, and for each task."""
+    for contender in contenders:
+        begin = time.perf_counter()
+        results = answers(model, tokenizer, contender, questions)
+        seconds = time.perf_counter() - begin
+        graded = list(zip(questions, results, scores(questions, results), strict=True))
+        for task, own in _by_task(questions, graded).items():
+            yield {
+                **{"task": task, **contender.fields, "items": len(own)},
+                "score": statistics.fmean(score for *_, score in own),
+                "packed_share": packed_share(
+                    contender.preset, [len(x.ids) + len(y.generated_tokens) for x, y, _ in own]
+                ),
+                "prompt_tokens": statistics.fmean(len(question.ids) for question, *_ in own),
+                "seconds_of_all": seconds,
+                "scores": {question.name: score for question, _, score in own},
+            }
+        print(f"{contender.preset}: {len(questions)} answers in {seconds:.0f} s")
+
+
+def _by_task(questions: list[Question], values: list[T]) -> dict[str, list[T]]:
+    by_task: dict[str, list[T]] = {}
+    for question, value in zip(questions, values, strict=True):
+        by_task.setdefault(question.task, []).append(value)
+    return by_task
 
 
 def scores(questions: list[Question], results: list[Result]) -> list[float]:
@@ -302,18 +366,20 @@ def main(
     forced_answers: Annotated[
         bool, typer.Option("--forced", help="Compare presets at the tokens of right answers.")
     ] = False,
-    calibration: Annotated[Path | None, typer.Option(help="With --forced: a file for calibrated presets.")] = None,
+    calibration: Annotated[
+        list[Path] | None, typer.Option(help="A file for calibrated presets, repeatable [default: the model's].")
+    ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = DEVICE,
     commit: Commit = None,
     out: Out = OUT,
 ) -> None:
-    """Answer each task with each preset; append a record for each. A preset answers all tasks of a context at once."""
+    """Answer each task with each preset and calibration; append a record for each. All tasks of a context are answered at
+    once."""
     for each in task or ():
         if each not in TASKS and each != "ruler":
             raise typer.BadParameter(f"task={each!r} is not known; allowed: ruler, {', '.join(TASKS)}")
-    for which in preset:
-        get_preset(which)
+    measured = contenders(preset, calibration or [])
     run = Run("", device, commit, OUT_FORCED if forced_answers and out == OUT else out)
     loaded, tokenizer = load(run, model, name, dtype)
     chosen = dict.fromkeys(x for each in task or TASKS for x in (ruler_tasks.TASKS if each == "ruler" else [each]))
@@ -323,38 +389,12 @@ def main(
     for length, names in groups:
         questions = [x for each in names for x in questions_of(each, tokenizer, length or 0, limit)]
         if forced_answers:
-            for which, rows in forced(loaded, [x for x in questions if x.right], preset, calibration).items():
-                for each in names if length else ():
-                    own = [row for x, row in zip(questions, rows, strict=True) if x.task == each]
-                    kl, nll, full = map(list, zip(*own, strict=True))
-                    record: dict[str, Any] = {
-                        "task": each,
-                        "preset": which,
-                        "context": length,
-                        "items": len(own),
-                        "forced": True,
-                    }
-                    record |= {"kl": kl, "nll": nll, "nll_full": full, "kl_mean": statistics.fmean(kl)}
-                    run.add(record | ({"calibration": calibration.name} if calibration else {}))
-            continue
-        for which in preset if questions else ():
-            begin = time.perf_counter()
-            results = answers(loaded, tokenizer, which, questions)
-            seconds = time.perf_counter() - begin
-            graded = list(zip(questions, results, scores(questions, results), strict=True))
-            for each in names:
-                own = [(x.name, len(x.ids), len(y.generated_tokens), z) for x, y, z in graded if x.task == each]
-                run.add(
-                    {
-                        **{"task": each, "preset": which, "context": length, "items": len(own)},
-                        "score": statistics.fmean(x[3] for x in own),
-                        "packed_share": packed_share(which, [x[1] + x[2] for x in own]),
-                        "prompt_tokens": statistics.fmean(x[1] for x in own),
-                        "seconds_of_all": seconds,
-                        "failed": {x[0]: x[3] for x in own if x[3] < 1},
-                    }
-                )
-            print(f"{which}, {length or 'worked examples'}: {len(questions)} answers in {seconds:.0f} s")
+            questions = [question for question in questions if question.right]
+            records = forced_records(loaded, questions, measured)
+        else:
+            records = task_records(loaded, tokenizer, questions, measured)
+        for record in records if questions else ():
+            run.add(record | {"context": length})
     run.end(
         "task",
         "context",

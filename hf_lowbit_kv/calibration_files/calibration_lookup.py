@@ -230,11 +230,26 @@ def needs_of(spec: Any) -> Iterable[tuple[str, str, tuple[str, ...], torch.dtype
 
 
 def _remark(calibration: Calibration, specs: Mapping[int, Any], model: Mapping[str, Any]) -> str | None:
-    """Remarks for users, or `None`: the calibration was made without attention weights that layers use, or for other
-    weights, or some weights were not compared."""
+    """Remarks for users, or `None`: the calibration was made without attention weights that layers use; the rule that chose
+    its steps; it was made for other weights, or some weights were not compared."""
     weights = weights_difference(calibration.model, model)
     weights = f"made for other weights ({weights})" if weights else weight_sums.remark(calibration.model, model)
-    return "; ".join(filter(None, (_without_attention(calibration, specs), weights))) or None
+    remarks = _without_attention(calibration, specs), _rule_of_steps(calibration, specs), weights
+    return "; ".join(filter(None, remarks)) or None
+
+
+def _rule_of_steps(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:
+    """The power of errors by which the steps of wide channels were chosen, or `None` if no layer has such steps. Runs that
+    name no power are older than the rule of `calibrators.POWER`, and chose all steps by squared errors."""
+    of_tensor = {name: run.get("power", 2) for run in calibration.source for name in run.get("tensors", [])}
+    powers = {
+        of_tensor.get(".".join(("layers", str(layer), side, *names)), 2)
+        for layer, spec in specs.items()
+        for full, side, names, _ in needs_of(spec)
+        if full.endswith("_format.step") and not getattr(spec, full.removesuffix(".step")).token_scale
+    }
+    rules = ("squared errors" if power == 2 else f"errors to the power of {power}" for power in sorted(powers))
+    return f"steps of 4 bits and more chosen by {' or '.join(rules)}" if powers else None
 
 
 def _without_attention(calibration: Calibration, specs: Mapping[int, Any]) -> str | None:

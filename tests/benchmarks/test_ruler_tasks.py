@@ -4,6 +4,7 @@ import collections
 import random
 import re
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from bench_runs import records_of
 from cases import tiny_models
 from tiny_tokenizers import letters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
+import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks, ruler_tasks
-from hf_lowbit_kv.eval.benchmarks.model_tasks import Item
+from hf_lowbit_kv.eval.benchmarks.model_tasks import Item, Question, contenders
 from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS, answer_tokens, samples, score
 from hf_lowbit_kv.eval.provenance import append_record
 
@@ -92,7 +94,7 @@ def test_scores(task, text, wanted):
 
 @pytest.mark.usefixtures("one_thread")
 def test_records_of_tasks(tmp_path, monkeypatch):
-    """Presets read the same prompts; a record has the mean of the scores, a share of packed tokens, and what failed."""
+    """Presets read the same prompts; a record has each score and their mean, and a share of packed tokens."""
     tiny_models("llama", max_position_embeddings=4096)[0].save_pretrained(tmp_path / "model")
     monkeypatch.setattr(model_accuracy.AutoTokenizer, "from_pretrained", lambda *_: letters())
     monkeypatch.setattr(ruler_tasks, "answer_tokens", lambda _: 4)
@@ -112,10 +114,10 @@ def test_records_of_tasks(tmp_path, monkeypatch):
         ("niah_single_1", "dense", 2000, 2),
         ("niah_single_1", "kivi-2", 2000, 2),
     ]
-    assert (dense["score"], dense["failed"], dense["packed_share"]) == (0.625, {"1": 0.25}, 0)
+    assert (dense["score"], dense["scores"], dense["packed_share"]) == (0.625, {"0": 1, "1": 0.25}, 0)
     assert (low["score"], low["prompt_tokens"]) == (0.625, dense["prompt_tokens"])
     assert 0.8 < low["packed_share"] < 1
-    assert (solved["score"], solved["failed"], len(solved["weights"])) == (0, {"0": 0, "1": 0}, 64)
+    assert (solved["score"], solved["scores"], len(solved["weights"])) == (0, {"0": 0, "1": 0}, 64)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -126,18 +128,8 @@ def test_right_answers_are_scored_token_by_token(tmp_path, monkeypatch):
     monkeypatch.setattr(model_tasks, "CHUNK_SIZE", 300)
     monkeypatch.setattr(ruler_tasks, "answer_tokens", lambda _: 16)
     arguments = ["--model", tmp_path / "model", "--name", "tiny", "--dtype", "float32", "--device", "cpu", "--forced"]
-    arguments += [
-        "--preset",
-        "dense",
-        "--preset",
-        "kivi-2",
-        "--limit",
-        2,
-        "--context",
-        1500,
-        "--task",
-        "niah_multikey_1",
-    ]
+    arguments += ["--preset", "dense", "--preset", "kivi-2", "--limit", 2, "--context", 1500]
+    arguments += ["--task", "niah_multikey_1"]
     exact, low = records_of(model_tasks.main, tmp_path / "records.jsonl", *arguments)
     assert max(map(abs, exact["kl"])) < 1e-6
     assert min(low["kl"]) > 1e-4
@@ -145,9 +137,35 @@ def test_right_answers_are_scored_token_by_token(tmp_path, monkeypatch):
     for index, (ids, answers) in enumerate(samples("niah_multikey_1", 1500, 2, letters())):
         right = letters()(f" {answers[0]}", add_special_tokens=False).input_ids
         with torch.no_grad():
-            logprobs = model(torch.tensor([ids + right])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            plain = model(torch.tensor([ids + right]), past_key_values=DynamicCache(config=model.config))
+        logprobs = plain.logits[0, len(ids) - 1 : -1].log_softmax(-1)
         truth = -logprobs.gather(1, torch.tensor(right)[:, None]).mean()
         assert [exact["nll"][index], low["nll_full"][index]] == pytest.approx([float(truth)] * 2, abs=1e-5)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_right_answer_is_read_as_generate_many_writes_it(monkeypatch):
+    """A cache that rounds has the same log-probabilities at the tokens that `generate_many` has written. The prompt ends
+    with a page that is packed after the first of them was drawn."""
+    model, calls = tiny_models("llama", max_position_embeddings=4096)[0], []
+    monkeypatch.setattr(model_tasks, "CHUNK_SIZE", 256)
+    ids = torch.randint(3, 90, (1024,), generator=torch.Generator().manual_seed(0)).tolist()
+    options = {"do_sample": False, "max_new_tokens": 6, "progress": False, "logprobs": True}
+    (written,) = lb.generate_many(model, [ids], "kivi-2", prefill_chunk_size=256, **options)
+    question = Question("", "", ids, None, 6, float, written.generated_tokens)
+    model.register_forward_pre_hook(
+        lambda _, args, named: calls.append((args or [named["input_ids"]])[0].shape[1]), with_kwargs=True
+    )
+    logprobs = model_tasks.answer_logprobs(model, lb.from_preset("kivi-2", model), question)
+    assert calls == [256] * 4 + [5]
+    drawn = logprobs.gather(1, torch.tensor(written.generated_tokens)[:, None])[:, 0].tolist()
+    assert drawn == pytest.approx(written.logprobs, abs=1e-5)
+
+
+def test_each_calibration_is_measured_with_presets_that_need_one():
+    files = [Path("a"), Path("b")]
+    assert contenders(["dense", "eigen-2"], files) == [("dense", None), ("eigen-2", files[0]), ("eigen-2", files[1])]
+    assert contenders(["eigen-2"], []) == [("eigen-2", None)]
 
 
 def test_tables(tmp_path):
@@ -185,14 +203,15 @@ def test_losses(tmp_path):
     path = tmp_path / "tasks.jsonl"
     assert model_tables.losses_list(path) == "(no record)\n"
     truth = random.Random(0)
-    answered: dict[tuple, list[float]] = {}
+    answered: dict[tuple, list[float]] = {}  # by preset, task, context, items
 
     def add(preset, task, scores, context=4096, names=False):
-        answered[preset, task, context] = scores
-        failed = {str(i): x for i, x in enumerate(scores) if x < 1}
+        answered[preset, task, context, len(scores)] = scores
+        named = {str(i): x for i, x in enumerate(scores)}
         record = {"model": model_tables.MEASURED, "preset": preset, "task": task, "context": context}
         record |= {"items": len(scores), "score": statistics.fmean(scores), "packed_share": 0.9}
-        append_record(path, record | {"failed": list(failed) if names else failed})
+        items = {"failed": [name for name, x in named.items() if x < 1]} if names else {"scores": named}
+        append_record(path, record | items)
 
     for task in TASKS:
         full = [truth.choice([0, 0.5, 1]) for _ in range(25)]
@@ -203,20 +222,24 @@ def test_losses(tmp_path):
     # an older record, in which the items that failed have no scores: exact, since they are 0
     solved = [float(i % 2) for i in range(100)]
     add("dense", "gsm8k", solved, None, names=True)
-    add("kivi-4", "gsm8k", [1.0] * 5 + solved[5:], None, names=True)
+    add("kivi-4", "gsm8k", [1.0] * 5 + solved[5:], None)
+    # a task with more items has a line of its own
+    followed = [truth.random() for _ in range(40)]
+    add("dense", "vt", followed)
+    add("kivi-2", "vt", [x / 2 for x in followed])
 
-    def points(preset, tasks, context):
+    def points(preset, tasks, context, items):
         """Mean difference to 16 bits and its standard error, by the textbook."""
-        rows = [
-            [100 * (x - y) for x, y in zip(answered[preset, t, context], answered["dense", t, context], strict=True)]
-            for t in tasks
-        ]
+        pairs = [[answered[name, task, context, items] for name in (preset, "dense")] for task in tasks]
+        rows = [[100 * (x - y) for x, y in zip(*pair, strict=True)] for pair in pairs]
         error = sum(statistics.variance(row) / len(row) for row in rows) ** 0.5 / len(rows)
         return f"`{preset}` {statistics.fmean(map(statistics.fmean, rows)):+.1f} ± {error:.1f}"
 
     text = " ".join(model_tables.losses_list(path).split())
     lines = [line.strip() for line in text.split("- **") if line]
-    assert lines[0] == f"GSM8K**: 16 bits have 50.0. Within two errors: {points('kivi-4', ['gsm8k'], None)}."
-    assert f"Within two errors: {points('kivi-4', TASKS, 4096)}." in lines[1]
-    assert f"Further away: {points('kivi-2', TASKS, 4096)} (NIAH multikey 0 instead of " in lines[1]
+    assert lines[0] == f"GSM8K**: 16 bits have 50.0. Within two errors: {points('kivi-4', ['gsm8k'], None, 100)}."
+    assert f"Within two errors: {points('kivi-4', TASKS, 4096, 25)}." in lines[1]
+    assert f"Further away: {points('kivi-2', TASKS, 4096, 25)} (NIAH multikey 0 instead of " in lines[1]
     assert lines[2] == "RULER, 16k**: 16 bits are not measured, so this column shows no loss."
+    assert lines[3].startswith("vt, 4k, 40 items**: 16 bits have ")
+    assert f"Further away: {points('kivi-2', ['vt'], 4096, 40)} (VT " in lines[3]

@@ -269,6 +269,20 @@ def test_summary_says_where_attention_was_left_out(model, tmp_path, attention, n
     )
 
 
+def test_summary_says_by_which_rule_steps_were_chosen(model):
+    """Files of before name no power. A file may have runs of both kinds; only the tensors of the cache count."""
+    before, later = (eigen_calibration(model, attention=True, presets=names) for names in (["eigen-2"], ["eigen-3"]))
+    later.source[0]["power"] = 4
+    both = before.merged(later)
+    rule, old, new = "steps of 4 bits and more chosen by ", "squared errors", "errors to the power of 4"
+
+    def remark(preset, **options):
+        return lb.from_preset(preset, model, calibration=both, **options).calibration_remark
+
+    assert (remark("eigen-2"), remark("eigen-3")) == (rule + old, rule + new)
+    assert remark("eigen-2", per_layer={1: "eigen-3"}) == f"{rule}{old} or {new}"
+
+
 def test_steps_change_with_the_matrix(model):
     first = eigen_calibration(model, attention=None, presets=("eigen-2", "eigen-3"))
     same = eigen_calibration(model, attention=True)
