@@ -107,7 +107,8 @@ KNOWN = {
     ("sm_90", "vecinfer-4", 64, 1, "attend"): 60,
     ("sm_90", "vecinfer-1.25", 64, 1, "attend"): 140,
     ("sm_90", "eigen-4", 128, 1, "attend"): 48,
-    ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 120,
+    ("sm_90", "vecinfer-4", 128, 4, "attend"): 8,
+    ("sm_90", "vecinfer-1.5", 64, 1, "attend"): 132,
     ("sm_90", "dense", 128, 4, "attend"): 108,
     # wide heads, with more query rows than a decode step has; in which loop was not looked at
     ("sm_120", "int8", 512, 2, "attend"): 16,

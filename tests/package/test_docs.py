@@ -15,7 +15,7 @@ from tiny_hub import TinyHub
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.eval.benchmarks import model_tables
 from hf_lowbit_kv.eval.benchmarks.model_tables import accuracy, mean
-from hf_lowbit_kv.eval.benchmarks.result_files import current_records
+from hf_lowbit_kv.eval.benchmarks.result_files import current_records, read_records
 from hf_lowbit_kv.eval.local_models import MissingPackageError
 from hf_lowbit_kv.eval.provenance import RESULTS, append_record
 from hf_lowbit_kv.presets import DEFAULT_PRESET, PAPER_PRESETS
@@ -106,6 +106,19 @@ def fits_of_choose() -> tuple[str, str]:
     return f"{fit.total / 1e9:.1f}", f"{fit.longest_context // 1000}"
 
 
+def on_24_gb() -> tuple[str, ...]:
+    """GB in use and counted of `kivi-4-sink`; the longest text in 16 bits by that count, and one that did not fit."""
+    records = [
+        record for record in read_records(RESULTS / "fits-nvidia-h200.jsonl") if record.get("memory") == 24 * 10**9
+    ]
+    (packed,) = (record for record in records if record["preset"] == "kivi-4-sink")
+    (full,) = (record for record in records if record["preset"] == "dense")
+    assert (packed["fit"], full["fit"]) == (True, False)
+    assert packed["context"] - packed["new_tokens"] == 131072
+    sizes = (f"{packed[size] / 1e9:.1f}" for size in ("in_use", "counted"))
+    return *sizes, *(f"{full[tokens]:,}" for tokens in ("longest", "context"))
+
+
 def gemma() -> tuple[str]:
     full, packed = lb.fits("google/gemma-3-27b-it", 131072, "80GB", presets=["kivi-4-sink"])
     return (f"{full.cache / packed.cache:.1f}",)
@@ -135,6 +148,11 @@ BIASES_KEPT = "int8", "int6", "kivi-4-sink", "k4v2-sink", "eigen-2", "eigen-3", 
 SENTENCES = [
     ("README.md", r"by a factor of (\d) to (\d)", shrinks),
     ("docs/index.md", r"by a factor of (\d) to (\d)", shrinks),
+    (
+        "README.md",
+        r"([\d.]+) GB were in use .*; ([\d.]+) GB are counted\. .* ends at ([\d,]+) tokens in 16 bits, where ([\d,]+) did",
+        on_24_gb,
+    ),
     ("docs/choose.md", r"takes ([\d.]+) GB in all, and up to (\d+)k tokens would fit", fits_of_choose),
     ("docs/choose.md", r"keep (\d+) to (\d+) of 100 next tokens\. Two things", lambda: ends(kept(["kivi-4-sink"]))),
     (
@@ -273,8 +291,8 @@ def test_the_decode_step_is_that_of_the_newest_records():
 def test_the_first_case_is_what_fits_counts():
     full, packed = lb.fits("meta-llama/Llama-3.1-8B", 131072, "24GB", presets=["kivi-4-sink"])
     assert (full.fits, packed.fits) == (False, True)
-    assert f"{full.longest_context:,} tokens fit with a 16-bit cache" in TEXT
-    assert f"whole context of 131,072 tokens fits, in {packed.total / 1e9:.1f} GB" in " ".join(TEXT.split())
+    assert f"ends at {full.longest_context:,} tokens in 16 bits" in TEXT
+    assert f"{packed.total / 1e9:.1f} GB are counted" in TEXT
 
 
 def test_rulers_column_has_points_lost_and_their_paired_error(tmp_path):
