@@ -31,7 +31,8 @@ from ..folders import try_folder
 from ..presets import why_not_of
 from ..storage.content_digests import difference, digest, fingerprint_of, rows_digest
 from ..storage.layer_spec import LayerSpec
-from ..storage.page_pool import Slab
+from ..storage.page_pool import Slab, upload
+from ..storage.paged_store import read_pages
 from .checked_tensors import UninterpretableError, read_tensors, write_tensors
 from .contents import Contents, LayerTensors, PagedLayers
 from .model_positions import keeps_positions
@@ -125,8 +126,10 @@ def _tensors_of(contents: Contents) -> tuple[dict[str, torch.Tensor], dict[str, 
     padding = {f"padding.{number}": each for number, each in enumerate(contents.padding)}
     for index, layer in contents.layers.items():
         prefix, group = f"layers.{index}", contents.groups[layer.spec.paging]
-        tensors[f"{prefix}.pages"] = torch.cat(layer.slabs) if len(layer.slabs) != 1 else layer.slabs[0]
-        tensors[f"{prefix}.table"] = torch.from_numpy(group.table.astype(np.int32))
+        numbers, places = np.unique(group.table[group.present], return_inverse=True)
+        (table := np.zeros_like(group.table, dtype=np.int32))[group.present] = places
+        tensors[f"{prefix}.pages"] = _pages(layer.slabs, numbers)
+        tensors[f"{prefix}.table"] = torch.from_numpy(table)
         tensors |= {f"{prefix}.{name}": window for name, window in zip(_WINDOWS, layer.windows, strict=True)}
         tensors |= {name: mask for name, (_, mask) in padding.items()}
         sinks, tails = group.window(contents.lengths)
@@ -155,6 +158,15 @@ def _tensors_of(contents: Contents) -> tuple[dict[str, torch.Tensor], dict[str, 
             name: None if isinstance(x, torch.Tensor) else x for name, x in contents.positions.items()
         }
     return tensors, described
+
+
+def _pages(slabs: list[torch.Tensor], numbers: np.ndarray) -> torch.Tensor:
+    """The pages with these numbers, ascending. A kept prompt shares slabs with other texts, whose pages are left out."""
+    if len(slabs) == 1 and len(slabs[0]) == len(numbers):
+        return slabs[0]
+    return read_pages(
+        slabs, upload(numbers, slabs[0].device)
+    ).cpu()  # now, so that one layer's copy at a time is on the GPU
 
 
 def _checksum(text: str) -> str:

@@ -18,6 +18,7 @@ from cases import tiny_models
 from generation_cases import GREEDY
 from prefix_cases import DENSE, generated, text
 from processes import at_once
+from safetensors.torch import load_file
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache import saved_cache
@@ -176,6 +177,19 @@ def test_a_text_without_a_full_page_is_saved_and_goes_on(model, tmp_path):
     assert torch.equal(tokens, want)
     assert cached == 39
     other.save()
+
+
+def test_a_file_has_the_pages_of_its_text_only(model, tmp_path):
+    """Two texts share the memory of their first pages: the file of each has those, and none of the other's."""
+    store, begin = lb.PrefixStore(folder=tmp_path), text(100, 1)
+    generated(model, begin, store)
+    generated(model, torch.cat([begin[:, :60], text(60, 2)], dim=1), store)
+    store.save()
+    files = list(tmp_path.glob("*/*.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        tensors = load_file(file)
+        assert len(tensors["layers.0.pages"]) == len(tensors["layers.0.table"].unique())
 
 
 def test_folders_have_a_limit(model, tmp_path):
