@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..storage.content_digests import digest
-from .contents import Contents, LayerTensors, put_rows, take_rows
+from .contents import Contents, PackedLayer, put_rows, take_rows
 from .filled_by import FilledBy, snapshot_of
 from .low_bit_layer import LowBitLayer
 from .native_layer_contents import contents_of, put_contents
@@ -104,7 +104,7 @@ def layer_devices(model: Any) -> Callable[[int], torch.device]:
     return lambda index: places.get(index, model.device)
 
 
-def _prepare(layer: LowBitLayer, rows: int, tensors: LayerTensors, device: torch.device) -> None:
+def _prepare(layer: LowBitLayer, rows: int, tensors: PackedLayer, device: torch.device) -> None:
     """Make an empty packed layer ready for these rows."""
     sizes, dtype = (rows, tensors.heads, 0), tensors.dtype
     states = (torch.empty(*sizes, width, dtype=dtype, device=device) for width in tensors.widths)

@@ -24,7 +24,7 @@ from .model_positions import Values, joined_positions
 PAGES_AT_ONCE = 64
 
 
-class LayerTensors(NamedTuple):
+class PackedLayer(NamedTuple):
     """The tokens of `B` rows in one packed layer."""
 
     spec: LayerSpec
@@ -49,12 +49,12 @@ class LayerTensors(NamedTuple):
         """Of the model."""
         return self.windows[0].dtype
 
-    def to(self, device: torch.device) -> LayerTensors:
+    def to(self, device: torch.device) -> PackedLayer:
         """The same tokens on this device. What is there already is not copied."""
         slabs, windows = ([x.to(device) for x in tensors] for tensors in (self.slabs, self.windows))
         return self._replace(slabs=slabs, windows=windows)
 
-    def in_layout_of(self, spec: LayerSpec) -> LayerTensors:
+    def in_layout_of(self, spec: LayerSpec) -> PackedLayer:
         """The same tokens with pages as a store with this spec has them. It differs only in the layout of pages."""
         if self.spec == spec:
             return self
@@ -90,7 +90,7 @@ class PagedLayers(NamedTuple):
     """int64 `[B, P]`: page numbers of each row, counted through `slabs`; 0-padded"""
     paged: np.ndarray
     """int64 `[B]`: tokens in pages"""
-    layers: dict[int, LayerTensors]
+    layers: dict[int, PackedLayer]
     """by index"""
     in_tail: int = 0
     """lower bound of the unpacked newest tokens of every row"""
@@ -175,7 +175,7 @@ def united(
 
 @dataclass(eq=False)
 class Contents(PageUser):
-    """`B` rows of a cache.
+    """`B` rows outside of a cache.
 
     Contents have no references to their pages: use them, copy them (`copied`) or put them into a cache before the cache that
     they are from changes. It may free them and write to them again. A kept prompt (`keep`) has references.
@@ -209,7 +209,7 @@ class Contents(PageUser):
         self._rows: EmbeddedRows | None = None  # the last ones that it suits
 
     @property
-    def layers(self) -> dict[int, LayerTensors]:
+    def layers(self) -> dict[int, PackedLayer]:
         """Packed layers, by index, in order."""
         return dict(sorted(each for group in self.groups.values() for each in group.layers.items()))
 
@@ -364,7 +364,7 @@ def _joined(parts: Sequence[PagedLayers], lengths: np.ndarray) -> PagedLayers:
     layers = {}
     for index, spec in specs.items():
         windows = zip(*(part.layers[index].windows for part in parts), strict=True)
-        layers[index] = LayerTensors(spec, memory[index], [_cat(of_rows, dim=1) for of_rows in windows])
+        layers[index] = PackedLayer(spec, memory[index], [_cat(of_rows, dim=1) for of_rows in windows])
     new = PagedLayers(parts[0].spec, slabs, table, np.concatenate([part.paged for part in parts]), layers)
     return new._replace(in_tail=min(int(new.window(lengths)[1].min()), new.spec.residual))
 
@@ -430,7 +430,7 @@ def take_rows(stores: Mapping[int, LayerStore], rows: Sequence[int] | None = Non
         windows = [
             getattr(state, name)[at[0], :, at[1]].transpose(0, 1) for name, at in zip(WINDOWS, places[key], strict=True)
         ]
-        group.layers[index] = LayerTensors(spec, list(state.pool), windows)
+        group.layers[index] = PackedLayer(spec, list(state.pool), windows)
     return contents
 
 

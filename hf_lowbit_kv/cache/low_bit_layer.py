@@ -298,16 +298,6 @@ class LowBitLayer(CacheLayerMixin):
         self._shorten(tokens[:, None].to(self.device), int(tokens.max()))
         self.set_stored_positions(stored.to(self.device))
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row `b` becomes row `beam_idx[b]`. Packed pages are shared."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` `[n]`, in that order, in all layers that share the memory of these rows."""
-        if self.is_initialized:
-            self.store.memory.select_rows(indices)
-            self.note_rows(indices)
-
     def note_rows(self, indices: torch.Tensor) -> None:
         """The store has these rows now."""
         if self.is_initialized:
@@ -484,7 +474,8 @@ class LowBitLayer(CacheLayerMixin):
         self._in_tail = min(self._in_tail + 1, self.spec.residual)
 
     def _make_room(self, tokens: int, mode: str) -> None:
-        """Count `tokens` more tokens, and see to pages for them, which a cache has done before its first layer."""
+        """Count `tokens` more tokens, and see to pages for them. After the first prompt the cache has done so before its first
+        layer."""
         if not torch.compiler.is_compiling():
             self.store.reserve(self.length.at_least + tokens)
             self.facts.mode, self.guard.changing = mode, True

@@ -34,7 +34,7 @@ from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import Slab, upload
 from ..storage.paged_store import read_pages
 from .checked_tensors import UninterpretableError, read_tensors, write_tensors
-from .contents import Contents, LayerTensors, PagedLayers
+from .contents import Contents, PackedLayer, PagedLayers
 from .model_positions import keeps_positions
 
 FILE_NAME = "lowbit_cache.json"
@@ -45,7 +45,7 @@ VERSION = 2
 #: an unfinished file older than this (seconds) is removed
 LEFT_FOR = 86400
 _FORMAT = "hf-lowbit-kv cache"
-#: names of `LayerTensors.windows`
+#: names of `PackedLayer.windows`
 _WINDOWS = ("sink.keys", "sink.values", "tail.keys", "tail.values")
 
 
@@ -397,7 +397,7 @@ def _packed_in(description: Mapping[str, Any], tensors: Mapping[str, torch.Tenso
             contents.padding = [(start, tensors[name]) for start, name in fields["padding"]]
         new = PagedLayers(spec, [Slab(len(slab))], table, paged, {}, fields["in_tail"])
         group = contents.groups.setdefault(spec.paging, new)
-        layer = group.layers[int(number)] = LayerTensors(spec, [slab], windows)
+        layer = group.layers[int(number)] = PackedLayer(spec, [slab], windows)
         same = zip((table, paged, lengths), (group.table, group.paged, contents.lengths), strict=True)
         if fields["seen"] != contents.seen or not all(np.array_equal(one, other) for one, other in same):
             raise ValueError("not all layers hold the text")

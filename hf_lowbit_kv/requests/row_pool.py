@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..cache.contents import Contents, LayerTensors
+from ..cache.contents import Contents, PackedLayer
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PagePool, locate
 from ..storage.paged_store import LayerStore
@@ -302,7 +302,7 @@ class RowPool:
         length, sinks, tails = int(contents.lengths[0]), [x for x, _ in windows], [x for _, x in windows]
         return Prefix(length, pages, sinks, tails, paged, opened, list(rings))
 
-    def _in_layout(self, index: int, layer: LayerTensors, slab: int, pages: slice = slice(None)) -> torch.Tensor:
+    def _in_layout(self, index: int, layer: PackedLayer, slab: int, pages: slice = slice(None)) -> torch.Tensor:
         """A slab of a layer, or pages of it, in the layout of the pool."""
         return layer._replace(slabs=[layer.slabs[slab][pages]]).in_layout_of(self.memory.stores[index].spec).slabs[0]
 

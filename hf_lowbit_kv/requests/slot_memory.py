@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..cache.ring_layer import Pair
 from ..storage.page_pool import upload
 from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, LayerStore
 from ..storage.row_memory import page_addresses
 from .ring_memory import RingMemory, RingShape
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 #: entries of a page table are a multiple of this, so that every slot's part of it begins at a multiple of 16 bytes
 TABLE_STEP = 4
 

@@ -1,4 +1,4 @@
-"""Geometry and memory of one layer: where each token is stored, which pages a row owns, and when a page is packed.
+"""The memory of one layer: its tensors, and where each token is stored.
 
 A row (one sequence) of a layer is
 
@@ -43,7 +43,7 @@ class LayerState(NamedTuple):
     pool: list[torch.Tensor]
     """slabs of pages, uint8 `[pages, H, page_bytes]`: a page's key part, then its value part"""
     page_table: torch.Tensor
-    """int32 `[B, P]`: the id of a row's page; ids count through the slabs of `pool` in order"""
+    """int32 `[B, P]`: the number of a row's page; numbers count through the slabs of `pool` in order"""
     page_address: torch.Tensor
     """int64 `[B, P]`: where that page starts, in bytes from the start of `pool[0]`"""
     sink_k: torch.Tensor
@@ -109,7 +109,7 @@ class LayerStore:
             self._forget()
 
     def _forget(self) -> None:
-        """A copy starts without prepared kernels."""
+        """Prepared kernels and views are those of other tensors."""
         self.kernels = {}
         self._tensors: dict[str, tuple[torch.Tensor, ...]] | None = None
 

@@ -119,16 +119,13 @@ class RowMemory:
         if not self.tables.exclusive or any(slab.owner is not self.tables for slab in self.tables.slabs):
             self._prepared(self.tables.emptied())()
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Row `b` becomes a copy of row `rows[b]`. Full pages are shared; windows and a partial page are copied.
-
-        After its shared pages a row's table names free pages, which no row uses. Waits for the device once.
-        """
-        self.selecting(rows)()
-
     @torch.inference_mode(False)
     def selecting(self, rows: torch.Tensor) -> Callable[[], None]:
-        """`select_rows` when it is called. Everything is allocated before."""
+        """What makes row `b` a copy of row `rows[b]`. Everything is allocated before it is returned. Full pages are shared;
+        windows and a partial page are copied. Waits for the device once.
+
+        After its shared pages a row's table names free pages, which no row uses.
+        """
         if self.capacity is not None and len(rows) != self.tables.rows:
             raise ValueError(
                 f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.tables.rows} rows; "

@@ -53,7 +53,7 @@ def grown(layer):
 
 
 def selected(layer):
-    layer.memory.select_rows(torch.tensor([1, 1]))
+    layer.memory.selecting(torch.tensor([1, 1]))()
     return layer
 
 

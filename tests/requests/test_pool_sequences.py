@@ -170,7 +170,7 @@ class Machine:
         if capacity is None and operation.amount % 3 == 0:  # as beams do
             for rows in ([0, 0], [1]):
                 for memory in {store.memory for store in fork}:
-                    memory.select_rows(torch.tensor(rows))
+                    memory.selecting(torch.tensor(rows))()
         self._go_on(self._cached[which], take_rows(dict(enumerate(fork))), operation.amount)
         if operation.amount % 2:
             self._caches[which] = fork

@@ -209,7 +209,7 @@ def test_reordered_rows_share_pages_and_diverge(formats, residual, capacity):
         full = _full_entries(store)
         packed = store.state.page_table[full].unique().long()
         contents = read_pages(store.state.pool, packed)
-        store.memory.select_rows(rows)
+        store.memory.selecting(rows)()
         separate = [copy.deepcopy(separate[row]) for row in rows.tolist()]
         # full pages stay where they are
         assert [slab.data_ptr() for slab in store.state.pool] == [pointer for pointer, _ in pool]
@@ -232,26 +232,26 @@ def test_rows_can_be_repeated_and_dropped(residual):
     _append(store, k, v, mask)
     pages = store.num_pages
     before = [_row(store, row) for row in range(2)]
-    store.memory.select_rows(torch.tensor([0, 0, 0, 1, 1, 1]))
+    store.memory.selecting(torch.tensor([0, 0, 0, 1, 1, 1]))()
     assert store.num_pages < 3 * pages  # shared
     for row in range(6):
         _assert_same(_row(store, row), before[row // 3])
     for step in range(10):  # every row goes its own way
         _append(store, *_tokens(6, 40, seed=10 + step))
-        store.memory.select_rows(torch.tensor([3, 1, 2, 3, 5, 4]))
+        store.memory.selecting(torch.tensor([3, 1, 2, 3, 5, 4]))()
     rows = [_row(store, row)["k"] for row in (1, 2)]
     assert not torch.equal(*rows)
-    store.memory.select_rows(torch.tensor([2, 5]))
+    store.memory.selecting(torch.tensor([2, 5]))()
     assert store.batch_size == 2
     assert torch.equal(_row(store, 0)["k"], rows[1])
 
 
 def _shared(store):
-    store.memory.select_rows(torch.tensor([1, 1, 0]))
+    store.memory.selecting(torch.tensor([1, 1, 0]))()
 
 
 def _cropped(store):
-    store.memory.select_rows(torch.tensor([2, 2, 2]))
+    store.memory.selecting(torch.tensor([2, 2, 2]))()
     store.state.paged.fill_(0)
     store.memory.own_pages()
 
@@ -318,7 +318,7 @@ def test_layers_share_page_numbers_at_any_time(capacity):
     memory = one.memory
     for change in (
         lambda: memory.widen(30),
-        lambda: memory.select_rows(torch.tensor([1, 1, 0])),
+        lambda: memory.selecting(torch.tensor([1, 1, 0]))(),
         memory.own_pages,
         memory.reset,
         lambda: fork_stores([one, other], capacity),
