@@ -1,9 +1,7 @@
 """RULER's tasks: right answers are found again in each prompt, by other means than those that wrote it."""
 
 import collections
-import random
 import re
-import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +11,9 @@ from cases import tiny_models
 from tiny_tokenizers import letters
 from transformers import AutoModelForCausalLM
 
-from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tables, model_tasks, ruler_tasks
+from hf_lowbit_kv.eval.benchmarks import model_accuracy, model_tasks, ruler_tasks
 from hf_lowbit_kv.eval.benchmarks.model_tasks import Item
 from hf_lowbit_kv.eval.benchmarks.ruler_tasks import TASKS, answer_tokens, samples, score
-from hf_lowbit_kv.eval.provenance import append_record
 
 pytest.importorskip("long_context_eval")
 pytest.importorskip("wonderwords")
@@ -148,75 +145,3 @@ def test_right_answers_are_scored_token_by_token(tmp_path, monkeypatch):
             logprobs = model(torch.tensor([ids + right])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
         truth = -logprobs.gather(1, torch.tensor(right)[:, None]).mean()
         assert [exact["nll"][index], low["nll_full"][index]] == pytest.approx([float(truth)] * 2, abs=1e-5)
-
-
-def test_tables(tmp_path):
-    """The newest record with all items counts; a context has a column if a preset has all tasks there."""
-    path = tmp_path / "tasks.jsonl"
-    assert model_tables.tasks_table(path) == model_tables.ruler_table(path) == "(no record)\n"
-
-    def add(preset, task, score, share, items, context=None, model=model_tables.MEASURED):
-        record = {"model": model, "preset": preset, "task": task, "context": context, "items": items}
-        append_record(path, record | {"score": score, "packed_share": share})
-
-    add("kivi-4", "humaneval", 0.1, 0.9, 164)
-    add("kivi-4", "humaneval", 103 / 164, 0.9, 164)
-    add("kivi-4", "humaneval", 1, 1, 10)
-    add("kivi-4", "humaneval", 1, 1, 164, model="another")
-    add("dense", "gsm8k", 0.5, 0, 100)
-    for index, task in enumerate(TASKS):
-        add("kivi-4", task, index / 12, 0.75 + index / 24, 25, 4096)
-        if task != "vt":
-            add("kivi-4", task, 1, 0.9, 25, 16384)
-    assert model_tables.tasks_table(path).splitlines() == [
-        "| preset | HumanEval | GSM8K | RULER, 4k |",
-        "|---|---:|---:|---:|",
-        "| `dense` |  | 50.0 (0 %) |  |",
-        "| `kivi-4` | 62.8 (90 %) |  | 50.0 (100 %) |",
-    ]
-    head, _, row = model_tables.ruler_table(path).splitlines()
-    assert head == "| context, preset | " + " | ".join(model_tables.KINDS) + " |"
-    assert row == "| 4k, `kivi-4` | 8 | 33 | 50 | 58 | 67 | 75 | 83 | 96 |"
-
-
-def test_losses(tmp_path):
-    """Every preset is named once: within two errors of 16 bits, or with its difference and what it loses most. The error is
-    that of the differences of items."""
-    path = tmp_path / "tasks.jsonl"
-    assert model_tables.losses_list(path) == "(no record)\n"
-    truth = random.Random(0)
-    answered: dict[tuple, list[float]] = {}
-
-    def add(preset, task, scores, context=4096, names=False):
-        answered[preset, task, context] = scores
-        failed = {str(i): x for i, x in enumerate(scores) if x < 1}
-        record = {"model": model_tables.MEASURED, "preset": preset, "task": task, "context": context}
-        record |= {"items": len(scores), "score": statistics.fmean(scores), "packed_share": 0.9}
-        append_record(path, record | {"failed": list(failed) if names else failed})
-
-    for task in TASKS:
-        full = [truth.choice([0, 0.5, 1]) for _ in range(25)]
-        add("dense", task, full)
-        add("kivi-4", task, full, 16384)
-        add("kivi-4", task, [truth.choice([x, x, x, 0.5]) for x in full])
-        add("kivi-2", task, [0.0] * 25 if task.startswith("niah_multikey") else full)
-    # an older record, in which the items that failed have no scores: exact, since they are 0
-    solved = [float(i % 2) for i in range(100)]
-    add("dense", "gsm8k", solved, None, names=True)
-    add("kivi-4", "gsm8k", [1.0] * 5 + solved[5:], None, names=True)
-
-    def points(preset, tasks, context):
-        """Mean difference to 16 bits and its standard error, by the textbook."""
-        rows = [
-            [100 * (x - y) for x, y in zip(answered[preset, t, context], answered["dense", t, context], strict=True)]
-            for t in tasks
-        ]
-        error = sum(statistics.variance(row) / len(row) for row in rows) ** 0.5 / len(rows)
-        return f"`{preset}` {statistics.fmean(map(statistics.fmean, rows)):+.1f} ± {error:.1f}"
-
-    text = " ".join(model_tables.losses_list(path).split())
-    lines = [line.strip() for line in text.split("- **") if line]
-    assert lines[0] == f"GSM8K**: 16 bits have 50.0. Within two errors: {points('kivi-4', ['gsm8k'], None)}."
-    assert f"Within two errors: {points('kivi-4', TASKS, 4096)}." in lines[1]
-    assert f"Further away: {points('kivi-2', TASKS, 4096)} (NIAH multikey 0 instead of " in lines[1]
-    assert lines[2] == "RULER, 16k**: 16 bits are not measured, so this column shows no loss."

@@ -197,10 +197,3 @@ def test_other_layers_are_read_row_by_row(family):
     scores = reader.score(texts)
     for score, (logprob, _) in zip(scores, plain(theirs, texts), strict=True):
         assert score.logprob == pytest.approx(logprob, abs=1e-3)
-
-
-def test_bad_input(models, reader):
-    with pytest.raises(ValueError, match="start=0 is not allowed for a text of 3 tokens"):
-        reader("full").score([Text([1, 2, 3], 0)])
-    with pytest.raises(ValueError, match="chunk=0 is not allowed"):
-        reader("full", chunk=0)

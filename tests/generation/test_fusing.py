@@ -252,13 +252,6 @@ def test_small_kernels_compile_ahead(model, rows, monkeypatch):
     assert model not in fusing._ahead
 
 
-def test_nothing_compiles_ahead_without_kernels(model):
-    if not (kernels.GPU or kernels.INTERPRETED):
-        fusing.compile_ahead(model, 1)
-    fusing.compile_ahead(model, 17)
-    assert model not in fusing._ahead
-
-
 # ---- what stays plain, and why; no kernel runs here --------------------------------------------------------------------
 
 
@@ -368,20 +361,6 @@ def test_layers_of_one_class_that_differ_in_a_number(model):
     assert reasons(model) == {("norms", "layers.1.input_layernorm"): "no RMS norm"}
 
 
-def test_activations_of_one_class_that_differ_in_a_number(model):
-    class Clipped(nn.Module):
-        def __init__(self, limit):
-            super().__init__()
-            self.limit = limit
-
-        def forward(self, x):
-            return nn.functional.silu(x).clamp(max=self.limit)
-
-    for layer, limit in zip(model.model.layers, (float("inf"), 100.0), strict=True):
-        layer.mlp.act_fn = Clipped(limit).eval()
-    assert gates(model) == ["layers.0.mlp"]
-
-
 def test_what_keeps_the_whole_model_plain(model):
     assert why_nothing_fused(model) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -401,14 +380,6 @@ def test_a_model_that_cannot_be_looked_into_decodes_plain(model, monkeypatch):
     assert fusion.settled
     assert not fusion.any
     assert fusion.report() == "nothing: TypeError: 'NoneType' object is not callable"
-
-
-@kernels.needs_interpreter
-def test_small_inference_mode(model):
-    decoder, fusion = RepeatedStep(model), Fusion()
-    with torch.inference_mode(), fusion.observing(model):
-        decoder.step()
-    assert "products 2/4 (layers.0.self_attn and 1 more: inference mode)" in fusion.report()
 
 
 def test_agreement():
