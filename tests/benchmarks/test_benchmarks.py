@@ -59,8 +59,8 @@ def bench(out, *arguments):
 
 
 def test_bench_decode_records(tmp_path):
-    arguments = ["--shape", "1x4x2x390", "--preset", "kivi-2", "--preset", "kv8-sink", "--commit", "abc"]
-    first, second = bench(tmp_path / "decode.jsonl", *arguments)
+    arguments = ["--shape", "1x4x2x390", "--preset", "kivi-2", "--commit", "abc"]
+    (first,) = bench(tmp_path / "decode.jsonl", *arguments)
     assert set(first) >= KEYS
     assert (first["keys"], first["values"], first["backend"]) == ("int2-channel", "int2-token", "torch")
     assert first["relerr"] < 1e-5
@@ -70,8 +70,6 @@ def test_bench_decode_records(tmp_path):
     assert first["transform"] == "none"
     assert first["commit"] == "abc"
     assert first["ratio"] == pytest.approx(first["peer_ms"] / first["ms"])
-    assert second["preset"] == "kv8-sink"
-    assert first["bytes"] < second["bytes"]
 
 
 def test_time_cold_subtracts_the_kernel_in_front(monkeypatch):
@@ -107,7 +105,15 @@ def test_bench_decode_refuses_to_time_wrong_output(tmp_path, monkeypatch):
     assert not out.exists()
 
 
-@pytest.fixture(params=["int4-channel|int2-token|32|128|128", "dense|dense|0|128|128", "int8-token|int8-token|0|0|128"])
+@pytest.fixture(
+    params=[
+        "int4-channel|int2-token|32|128|128",
+        *(
+            pytest.param(key, marks=pytest.mark.slow)
+            for key in ("dense|dense|0|128|128", "int8-token|int8-token|0|0|128")
+        ),
+    ]
+)
 def case(request):
     torch.manual_seed(0)
     return build(Shape("tiny", 2, 4, 2, 600), LayerSpec.parse(request.param), 64, 3, torch.float32, CPU)

@@ -204,7 +204,8 @@ def test_perplexity(run, model_folder, tmp_path):
     assert "context=280 is too short for kivi-2: nothing would be read packed" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", pytest.param("llava", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
 def test_a_model_that_is_no_causal_language_model_for_transformers(run, name, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(PROMPT, encoding="utf-8")
@@ -244,6 +245,7 @@ def test_recommend(run, model_folder, tmp_path):
     assert "the nearest is 'kivi-2'" in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_recommend_counts_presets_that_a_calibration_would_add(run, model_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", str(tmp_path / "own"))
     text, other = tmp_path / "numbers.txt", tmp_path / "others.txt"

@@ -60,7 +60,7 @@ def score(presets, texts, model, **options):
     return rows
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 128, 1000])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 100, 1000])
 def test_dense_equals_full_precision(model, texts, chunk):
     (row,) = score(["dense"], texts, model, chunk=chunk)
     assert row["kl"] == pytest.approx(0, abs=1e-6)
@@ -82,7 +82,7 @@ def test_bits_are_those_of_a_16_bit_model_here_and_at_32k(model, texts):
         assert row["bits_per_value_32k"] < row["bits_per_value"] < 16
 
 
-@pytest.mark.parametrize("preset", ["kivi-2", "kivi-2-sink"])
+@pytest.mark.parametrize("preset", [pytest.param("kivi-2", marks=pytest.mark.slow), "kivi-2-sink"])
 def test_default_chunk_is_decoding_token_by_token(model, texts, preset):
     chunked, decoded, coarse = (score([preset], texts[:1], model, chunk=chunk)[0] for chunk in (128, 1, 200))
     assert chunked["kl"] == pytest.approx(decoded["kl"], rel=1e-3)
@@ -122,7 +122,7 @@ def test_nothing_packed_is_an_error_before_the_model_reads(model, texts):
 CALIBRATED = ("eigen-2", "vecinfer-2")
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_pass_is_the_cache_chunk_by_chunk(model, texts, batch):
     """The whole text in one forward pass finds what a real cache does, also where windows are rows of a batch."""
     factories = {}
@@ -243,7 +243,7 @@ def test_windows_may_be_as_long_as_rope_scaling_allows(model, monkeypatch):
     check_window(model, 1500, START)
     with pytest.raises(ValueError, match="at most 1500"):
         check_window(model, 1501, START)
-    assert longest_window(model) == lb.fits(model, 1500, presets=["kivi-2"]).positions == 1500
+    assert longest_window(model) == lb.fits(model, 1500, "2GB", presets=["kivi-2"]).positions == 1500
 
 
 # ---- standard errors, against closed forms --------------------------------------------------------------------------

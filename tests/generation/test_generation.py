@@ -15,8 +15,7 @@ from hf_lowbit_kv.generation.kept_caches import kept_caches
 pytestmark = pytest.mark.host
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "batch"), [*((mode, 3) for mode in MODES), ("eos", 1)])
 def test_tokens_of_the_growing_cache(model, mode, batch):
     ids, mask = left_padded(batch, 100)
     want = growing(model, ids, mask, **MODES[mode])

