@@ -24,10 +24,10 @@ def test_tables_are_not_cut(run, model_folder, monkeypatch, columns):
     assert {"kivi-2-hadamard-sink", "longest", "int4-channel"} <= set(out.split())
 
 
-def test_an_ascii_stdout(model_folder):
-    """Characters that it lacks become "?"."""
+def test_an_ascii_stdout():
+    """Characters that it lacks become "?", as those of the frames of help."""
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "COLUMNS": "30"}
-    for command in (["fits", "--context", "1k", "--model", str(model_folder)], ["doctor"]):
+    for command in (["presets"], ["--help"]):
         done = subprocess.run(
             [sys.executable, "-m", "hf_lowbit_kv", *command],
             capture_output=True,
@@ -37,6 +37,7 @@ def test_an_ascii_stdout(model_folder):
         )
         assert done.returncode == 0, done.stderr
         assert len(done.stdout.splitlines()) > 5
+    assert "??" in done.stdout
 
 
 def test_json_on_an_ascii_stdout(monkeypatch):

@@ -34,8 +34,8 @@ def _decode(model, step, cache, ids, mask, steps):
     [
         *(
             ("kivi-2-sink", 32),
-            pytest.param("dense", 0, marks=pytest.mark.newest),
-            pytest.param("kitty-hadamard", 32, marks=pytest.mark.newest),
+            pytest.param("dense", 0, marks=pytest.mark.slow),
+            pytest.param("kitty-hadamard", 32, marks=pytest.mark.slow),
         ),
         *(pytest.param(preset, 32, marks=pytest.mark.slow) for preset in ("dense", "bitdecoding-kt-4", "kv8", "k4v2")),
         *(

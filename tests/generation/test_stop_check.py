@@ -115,7 +115,7 @@ class NoEvent:
     synchronize = record
 
 
-@pytest.mark.parametrize("residual", [32, pytest.param(0, marks=pytest.mark.newest)])
+@pytest.mark.parametrize("residual", [32, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", ["eos", "stopping_criteria", "logits_processor", "streamer"])
 def test_the_step_too_many_leaves_no_trace(model, monkeypatch, mode, residual):
     """The deferred check of transformers on a CPU: tokens, length and a further turn are those without it."""

@@ -122,7 +122,7 @@ def test_shared_prefixes_go_where_memory_is_needed(models, texts):
     assert tokens_of(found) == transformers_own(theirs, prompts, 12)
 
 
-@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_several_sequences_of_a_prompt(models, texts, rows):
     """Forked where there is room, else read again: the same texts, and each has a seed of its own."""
     ours, theirs = models

@@ -112,7 +112,7 @@ def test_calls_of_two_threads_follow_each_other(model, texts):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", ["700 kB", 3_000_000])
+@pytest.mark.parametrize("memory", ["700 kB", pytest.param(3_000_000, marks=pytest.mark.slow)])
 def test_memory_is_kept_to(model, pools, memory):
     requests = ({"input_ids": torch.randint(3, 158, (200,))} for _ in range(6))
     found = lb.generate_many(model, requests, max_new_tokens=10, do_sample=False, memory=memory, **FIXED)

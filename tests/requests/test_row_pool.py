@@ -34,9 +34,8 @@ def all_free(pool: RowPool) -> bool:
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
-        ("dense", {}),
         ("kivi-4-sink", {}),
-        ("kivi-2-hadamard", {}),
+        pytest.param("kivi-2-hadamard", {}, marks=pytest.mark.slow),
         ("kv4", {"residual": 0}),
         ("kivi-4-sink", {"per_layer": {0: {"residual": 0, "key_format": "int8-token"}}}),
     ],
