@@ -11,9 +11,6 @@ from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 
-PRESETS = ["dense", "kivi-2-sink", "bitdecoding-kt-4", "kv8", "k4v2", "kitty-hadamard"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def _decode(model, step, cache, ids, mask, steps):
     """Greedy tokens and the cache's bytes, prefill eager, steps through `step`."""
