@@ -186,34 +186,6 @@ def test_the_reference_on_an_accelerator_is_checked_against_the_cpus(on_mps, mon
     assert lb.doctor()["check"]["error"].startswith("differs from the reference by 0.05")
 
 
-def test_doctor_on_rocm(rocm, monkeypatch):
-    properties = SimpleNamespace(
-        name=AMD, gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4, total_memory=2 * 10**11
-    )
-    module = SimpleNamespace(get_device_properties=lambda index: properties)
-    _accelerator(monkeypatch, "cuda", module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(diagnosis, "why_triton_cannot_launch", lambda: None)
-    monkeypatch.setattr(diagnosis, "_check", lambda where, dtype: dict.fromkeys(("error",)) | {"device": str(where)})
-    monkeypatch.setattr(diagnosis, "_backends", lambda where, dtype: [])
-    found = lb.doctor()
-    assert found["accelerator"] == "cuda"
-    assert (found["cuda"], found["rocm"]) == (None, "6.4.43484")
-    assert found["devices"] == [{"name": AMD, "capability": "gfx942", "memory_bytes": 2 * 10**11}]
-    assert found["missing"] == []
-    found["check"] |= {"preset": "kivi-4-sink", "backend": "triton", "dtype": "bfloat16", "relative_error": 0.0}
-    report = " ".join(str(found).split())
-    assert f"{AMD}, gfx942, 200 GB" in report
-    assert "torch is built for ROCm 6.4.43484" in report
-
-
-def test_doctor_on_an_intel_gpu(monkeypatch):
-    properties = SimpleNamespace(name="Intel(R) Arc(TM) B580", total_memory=12 * 10**9)
-    _accelerator(monkeypatch, "xpu", SimpleNamespace(get_device_properties=lambda index: properties))
-    (device,) = diagnosis._devices()
-    assert device == {"name": "Intel(R) Arc(TM) B580", "capability": None, "memory_bytes": 12 * 10**9}
-
-
 def test_a_gpu_that_this_torch_cannot_use(monkeypatch):
     _accelerator(monkeypatch, None)
     for tool, named in (("nvidia-smi", "pip install"), ("amd-smi", "ROCm"), ("rocm-smi", "ROCm"), ("xpu-smi", "Intel")):

@@ -5,13 +5,10 @@ import json
 import pytest
 import torch
 from bench_runs import invoked, records_of
-from transformers import StaticCache
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.eval.benchmarks import bench_generate, bench_memory, contenders, random_models
+from hf_lowbit_kv.eval.benchmarks import bench_generate, bench_memory, contenders
 from hf_lowbit_kv.eval.benchmarks.random_models import llama_8b, random_model
-from hf_lowbit_kv.eval.benchmarks.result_files import read_records
-from hf_lowbit_kv.eval.provenance import results_path
 
 CPU = torch.device("cpu")
 KEYS = {
@@ -108,40 +105,6 @@ def test_contenders_are_named_in_full():
         contenders.Wanted.parse("kivi-2")
 
 
-def test_what_grows_cannot_be_compiled(model):
-    with pytest.raises(ValueError, match="mode='compiled' is not possible with DynamicCache"):
-        contenders.make("DynamicCache", "compiled", model, 1, 512)
-    with pytest.raises(ValueError, match="preset='kivi-3' is not known"):
-        contenders.make("kivi-3", "eager", model, 1, 512)
-    assert isinstance(contenders.make("StaticCache", "compiled", model, 1, 512).cache, StaticCache)
-
-
-def test_kinds_of_kernels():
-    kinds = {
-        "attention": ["attend_kernel", "attend", "latent_wide_attend", "latent_merge_rows", "merge_kernel"],
-        "append and pack": ["append_one", "append_pages_kernel", "latent_append_counters"],
-        "weights": [
-            "nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT",
-            "triton_red_fused_mm_t_view_7",
-            "triton_tem_fused_mm_t_view_5",
-        ],
-        "other": ["triton_poi_fused_3"],
-        "copies": ["Memcpy DtoD (Device -> Device)"],
-    }
-    for kind, kernels in kinds.items():
-        for kernel in kernels:
-            assert random_models.kind_of(kernel) == kind
-
-
-def test_profile_tells_steps_from_the_prompt(model):
-    contender = contenders.make("kivi-2", "tuned", model, 1, 1000)
-    contender.fill(300)
-    found = random_models.profile_steps(contender, 5)
-    assert found["device_ms"]["total"] == 0  # there is no device
-    assert found["kernels"] == []
-    assert found["graph_launches"] == found["synchronisations"] == 0
-
-
 def test_bench_batch_records(tmp_path):
     out = tmp_path / "batch.jsonl"
     host, dense, packed = records_of(bench_memory.measure_batch, out, *SMALL, "--new-tokens", "500", "--most", "2")
@@ -170,38 +133,3 @@ def test_bench_batch_shrinks_until_it_fits(model, monkeypatch):
     record = bench_memory.largest(wanted, model, 100, 500, budget, None, None)
     assert tried == record["rows_tried"] == [23, 22, 21, 20]
     assert record["rows"] == 20
-
-
-def test_bench_batch_takes_windows_and_parameters(tmp_path):
-    """A calibrated preset with another window: parameters are one for all rows, and do not count as bytes of a row."""
-    out = tmp_path / "batch.jsonl"
-    names = ("eigen-2", "eigen-2,sink=4,residual=32")
-    arguments = [part for name in names for part in ("--contender", f"{name}/compiled")]
-    wide, narrow = records_of(bench_memory.measure_batch, out, *SMALL, "--new-tokens", "500", "--most", "2", *arguments)
-    assert (wide["cache"], narrow["cache"]) == names
-    # 2 layers, float32: a matrix, its inverse and the center before it, and centers and steps of keys and values
-    assert wide["shared_bytes"] == narrow["shared_bytes"] == 2 * 4 * (2 * 64 * 64 + 64 + 2 * 2 * 64)
-    # 28 sink tokens less. The tail is a ring of 256 slots, or of 160; what is not in it is in pages of 128
-    window = 2 * 2 * 64 * 4 * (28 + 96)
-    page = 2 * sum(lb.get_preset("eigen-2").spec().part_bytes(64, 64, torch.float32))
-    assert 0 <= window - (wide["row_bytes"] - narrow["row_bytes"]) <= page + 2 * 12
-    assert wide["rows"] == narrow["rows"] == 2
-
-
-#: `--most` of committed runs whose records do not have it yet
-BOUNDED = {"eigen-2": 297}
-
-
-def test_computed_rows_are_those_of_the_measurement():
-    """Of the committed run: the same bytes of weights and of a row, and the same first batch, unless that was bounded."""
-    for record in read_records(results_path("batch", "NVIDIA H200"))[-3:]:
-        cache = record["cache"]
-        if cache.startswith("eigen-") and record["date"] < "2026-11-26":  # pages whose means had 8 bits
-            continue
-        tokens = bench_memory.PROMPT + bench_memory.NEW_TOKENS
-        row, shared = bench_memory.row_bytes(cache, bench_memory.qwen3_8b(), bench_memory.DTYPE, tokens)
-        rows = bench_memory.rows_within(bench_memory.BUDGET, record["weight_bytes"], row, shared)
-        assert random_models.count_weights(bench_memory.qwen3_8b()) * 2 == record["weight_bytes"]
-        assert row == pytest.approx(record["row_bytes"], rel=1e-3)
-        most = record.get("most", BOUNDED.get(record["cache"]))
-        assert min(rows, most or rows) == record["rows_tried"][0]

@@ -60,25 +60,6 @@ def test_texts_and_bytes_of_caches():
     )
 
 
-def test_the_table_of_peers(tmp_path):
-    """The longest context of a model that has peers; means of the texts that all of them have read."""
-    path, figures = tmp_path / "records.jsonl", {"kl_p999": 1.0, "top1": 0.5}
-    for preset, text, context, kl in (
-        *(("int8", "code", 2048, 0.1), ("int8", "prose", 2048, 0.3), ("int8", "wiki", 2048, 9.0)),
-        *(("quanto-4", "code", 2048, 1.0), ("quanto-4", "prose", 2048, 3.0)),
-        *(("quanto-4", "code", 512, 7.0), ("int8", "code", 4096, 7.0), ("kitty", "code", 2048, 7.0)),
-        ("dense", "code", 2048, 7.0),  # has not read all texts
-    ):
-        size = {"bits_per_value": 9.0} if preset == "int8" else {}
-        record = {"model": "Some-1B, Q4", "preset": preset, "text": text, "context": context, "kl": kl}
-        append_record(path, record | figures | size)
-    append_record(path, {"model": "Other", "preset": "int8", "text": "code", "context": 512, "kl": 0.0} | figures)
-    assert model_tables.peers_table(path).splitlines()[2:] == [
-        "| Some-1B, 2 texts of 2,048 tokens | `int8` | 9.00 | 0.2000 | 1.00 | 50.0 % |",
-        "|  | quanto, 4 bits | 4.50 | 2.0000 | 1.00 | 50.0 % |",
-    ]
-
-
 def test_the_table_of_models(tmp_path):
     """A longer context has a column: means of the texts that all measured presets have read."""
     path = tmp_path / "records.jsonl"
@@ -118,11 +99,9 @@ def test_the_table_of_models(tmp_path):
     [
         ("assert sum([1, 2]) == 3", True),
         ("assert False", False),
-        ("def broken(:", False),
         ("while True: pass", False),
         ("x = bytearray(2**33)", False),
         ("with open('file', 'w') as file: file.write('x')", False),
-        ("import os; assert 'HOME' not in os.environ", True),
         ("from __future__ import annotations\nassert __name__ == '__main__'", True),
     ],
 )

@@ -168,35 +168,6 @@ def test_each_calibration_is_measured_with_presets_that_need_one():
     assert contenders(["eigen-2"], []) == [("eigen-2", None)]
 
 
-def test_tables(tmp_path):
-    """The newest record with all items counts; a context has a column if a preset has all tasks there."""
-    path = tmp_path / "tasks.jsonl"
-    assert model_tables.tasks_table(path) == model_tables.ruler_table(path) == "(no record)\n"
-
-    def add(preset, task, score, share, items, context=None, model=model_tables.MEASURED):
-        record = {"model": model, "preset": preset, "task": task, "context": context, "items": items}
-        append_record(path, record | {"score": score, "packed_share": share})
-
-    add("kivi-4", "humaneval", 0.1, 0.9, 164)
-    add("kivi-4", "humaneval", 103 / 164, 0.9, 164)
-    add("kivi-4", "humaneval", 1, 1, 10)
-    add("kivi-4", "humaneval", 1, 1, 164, model="another")
-    add("dense", "gsm8k", 0.5, 0, 100)
-    for index, task in enumerate(TASKS):
-        add("kivi-4", task, index / 12, 0.75 + index / 24, 25, 4096)
-        if task != "vt":
-            add("kivi-4", task, 1, 0.9, 25, 16384)
-    assert model_tables.tasks_table(path).splitlines() == [
-        "| preset | HumanEval | GSM8K | RULER, 4k |",
-        "|---|---:|---:|---:|",
-        "| `dense` |  | 50.0 (0 %) |  |",
-        "| `kivi-4` | 62.8 (90 %) |  | 50.0 (100 %) |",
-    ]
-    head, _, row = model_tables.ruler_table(path).splitlines()
-    assert head == "| context, preset | " + " | ".join(model_tables.KINDS) + " |"
-    assert row == "| 4k, `kivi-4` | 8 | 33 | 50 | 58 | 67 | 75 | 83 | 96 |"
-
-
 def test_losses(tmp_path):
     """Every preset is named once: within two errors of 16 bits, or with its difference and what it loses most. The error is
     that of the differences of items."""

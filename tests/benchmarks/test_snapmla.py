@@ -11,8 +11,6 @@ the stored latents: queries, weights and sums are exact; `pipeline` adds SnapMLA
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ import torch
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
-from hf_lowbit_kv.eval.benchmarks.snapmla_pipeline import BLOCK
 from hf_lowbit_kv.formats import Fp8, parse_format
 from hf_lowbit_kv.formats.fp8 import scale_of, to_e4m3
-from hf_lowbit_kv.storage import reference
 
 #: a small trained model; its tokens are bytes
 MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_mla"
@@ -34,118 +30,6 @@ MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_mla"
 def read_bytes(path: Path, tokens: int) -> torch.Tensor:
     """int64 `[tokens]`: the bytes of a text."""
     return torch.frombuffer(bytearray(path.read_bytes()[:tokens]), dtype=torch.uint8).long()
-
-
-class Capture:
-    """Latents and queries of every layer, taken where the attention function sees them."""
-
-    def __init__(self, model: Any):
-        self.model, self.layers = model, list[tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]]()
-
-    @torch.no_grad()
-    def run(self, ids: torch.Tensor, queries: int) -> Capture:
-        """ids `[tokens]`. Keeps of each layer the module, absorbed queries `[Hq, queries, rank + rope]`, the content
-        `[n, rank]` and the RoPE part `[n, rope]`."""
-        cache = lb.LowBitCache(self.model, "dense", "dense", residual=0, attention_kind="latent")
-        self.model(ids[None, :-queries].to(self.model.device), **as_argument(cache))
-        for layer in cache.packed_layers:
-            layer.step = self._keeping(layer, layer.step)
-        self.model(ids[None, -queries:].to(self.model.device), **as_argument(cache))
-        return self
-
-    def _keeping(self, layer: Any, step: Any) -> Any:
-        def kept(chunk):
-            stored = reference.OPERATIONS.read(layer.store, int(layer.store.state.length.max()))
-            content, rope = (
-                torch.cat([old, new], 2)[0, 0].float().cpu() for old, new in zip(stored, (chunk.k, chunk.v))
-            )
-            absorbed = layer.model_side.queries(chunk.queries.float())[0].cpu()
-            self.layers.append((layer.model_side.module, absorbed, content, rope))
-            return step(chunk)
-
-        return kept
-
-
-def exact_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.Tensor, scaling: float) -> torch.Tensor:
-    """float64, causal for the last tokens: query `[Hq, S, rank + rope]` -> `[Hq, S, rank]`."""
-    keys, tokens = torch.cat([content, rope], -1).double(), query.shape[1]
-    scores = query.double() @ keys.T * scaling
-    position = torch.arange(len(keys))
-    hidden = position > len(keys) - tokens + torch.arange(tokens)[:, None]
-    return torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ content.double()
-
-
-def pipeline_attention(query: torch.Tensor, content: torch.Tensor, rope: torch.Tensor, scaling: float) -> torch.Tensor:
-    """SnapMLA's pipeline, `[Hq, S, rank]`, a query token at a time."""
-    scale = scale_of(content.abs().amax(-1))
-    codes, tokens = to_e4m3(content / scale[:, None]).float(), query.shape[1]
-    outs = []
-    for i in range(tokens):
-        n = len(codes) - tokens + i + 1
-        outs.append(snapmla_pipeline.attention(query[:, i], codes[:n], scale[:n], rope[:n], scaling)[0])
-    return torch.stack(outs, 1)
-
-
-def quantize(x: torch.Tensor, granularity: str) -> torch.Tensor:
-    """Tokens `[n, channels]` quantized to FP8 and dequantized to float32. There is one scale for each `token`, for each
-    `block` of 64 x 64, or for the whole `tensor`, or the scale is fixed to 1 (`static`). (Paper, table 2.)"""
-    x = x.float()
-    if granularity == "static":
-        return to_e4m3(x).float()
-    if granularity == "tensor":
-        scale = scale_of(x.abs().amax())
-    elif granularity == "token":
-        scale = scale_of(x.abs().amax(-1, keepdim=True))
-    else:  # "block"
-        rows, columns = x.shape
-        padded = torch.nn.functional.pad(x, (0, -columns % BLOCK, 0, -rows % BLOCK))
-        blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).abs().amax((1, 3))
-        scale = scale_of(blocks).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    return to_e4m3(x / scale).float() * scale
-
-
-#: the paper's table 2: granularity of the content and of the RoPE part (`None`: not quantized)
-CONFIGURATIONS: dict[str, tuple[str, str | None]] = {
-    "snapmla": ("token", None),
-    "A: RoPE-unaware": ("token", "token"),
-    "B: per tensor, static": ("static", None),
-    "C: per tensor, dynamic": ("tensor", None),
-    "D: per block": ("block", None),
-}
-
-
-def errors(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
-    """Outputs of all heads of a query token, side by side: `[S, Hq * v]`."""
-    difference = found.double() - expected
-    norms = expected.norm(dim=-1)
-    cosine = torch.nn.functional.cosine_similarity(found.double(), expected, dim=-1)
-    return {
-        "rmse": float(difference.square().mean().sqrt()),
-        "cosine": float((1 - cosine).mean()),
-        "l2": float((difference.norm(dim=-1) / norms).mean()),
-    }
-
-
-def layer_errors(model: Any, ids: torch.Tensor, queries: int = 16) -> list[dict[str, Any]]:
-    """A record a layer and configuration of `CONFIGURATIONS`, and `pipeline`."""
-    records = []
-    for index, (module, query, content, rope) in enumerate(Capture(model).run(ids, queries).layers):
-        values = module.kv_b_proj.weight.detach().double().cpu().view(len(query), -1, content.shape[-1])
-        values = values[:, module.qk_nope_head_dim :]
-
-        def output(x: torch.Tensor, values=values) -> torch.Tensor:
-            return (x.double() @ values.transpose(1, 2)).transpose(0, 1).flatten(1)
-
-        expected = output(exact_attention(query, content, rope, module.scaling))
-        found = {}
-        for name, (of_content, of_rope) in CONFIGURATIONS.items():
-            c = quantize(content, of_content)
-            r = rope if of_rope is None else quantize(rope, of_rope)
-            found[name] = exact_attention(query, c, r, module.scaling)
-        found["pipeline"] = pipeline_attention(query, content, rope, module.scaling)
-        for name, out in found.items():
-            records.append({"layer": index, "configuration": name} | errors(output(out), expected))
-    return records
 
 
 @torch.no_grad()
@@ -160,15 +44,6 @@ def perplexity(model: Any, ids: torch.Tensor, cache: Any, chunk: int = 64) -> fl
             count += part.shape[1]
         last = logits[-1]
     return math.exp(loss / count)
-
-
-def means(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Over layers, by configuration."""
-    records = list(records)
-    names = dict.fromkeys(record["configuration"] for record in records)
-    chosen = {name: [record for record in records if record["configuration"] == name] for name in names}
-    kinds = ("rmse", "cosine", "l2")
-    return {name: {kind: sum(r[kind] for r in rs) / len(rs) for kind in kinds} for name, rs in chosen.items()}
 
 
 SEED = 0
@@ -316,18 +191,6 @@ def text():
     return read_bytes(MODEL / "bible-held-out.txt", 640)
 
 
-def test_rope_unaware_is_far_worst(trained, text):
-    """The paper's figure 4, on a trained model. At so few tokens the others lie close together; `docs/dev/mla.md` has 4096."""
-    records = layer_errors(trained, text, queries=8)
-    assert {record["layer"] for record in records} == set(range(6))
-    found = means(records)
-    for kind in ("rmse", "l2"):
-        others = [found[name][kind] for name in ("B: per tensor, static", "C: per tensor, dynamic", "D: per block")]
-        assert found["snapmla"][kind] < 1.15 * min(others), kind
-        assert found["A: RoPE-unaware"][kind] > 2 * max(others), kind
-        assert found["pipeline"][kind] < found["A: RoPE-unaware"][kind] / 2, kind
-
-
 def test_perplexity_is_that_of_the_model(trained, text):
     plain, fp8 = (perplexity(trained, text, lb.from_preset(name, trained)) for name in ("mla", "snapmla"))
     with torch.no_grad():
@@ -337,9 +200,3 @@ def test_perplexity_is_that_of_the_model(trained, text):
     assert fp8 == pytest.approx(expected, rel=0.005)
     assert fp8 != plain
     assert expected < 4, "the model has learned something"
-
-
-def test_the_model_card_tells_the_model():
-    card = (MODEL / "README.md").read_text(encoding="utf-8")
-    assert re.search(r"6\.21 million parameters", card)
-    assert (MODEL / "model.safetensors").stat().st_size < 15 * 2**20

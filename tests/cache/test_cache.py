@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from cases import FORMAT_CASES, SMALL_PAGES, cache_of, continued, left_padded, read, tiny_models
+from cases import FORMAT_CASES, SMALL_PAGES, cache_of, continued, left_padded, read, tiny_models, with_windows
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
@@ -24,15 +24,8 @@ def _history(cache, layer=0):
 
 
 @pytest.mark.parametrize(
-    ("residual", "max_cache_len"),
-    [
-        (0, None),
-        (32, 200),
-        pytest.param(32, None, marks=pytest.mark.slow),
-        pytest.param(0, 200, marks=pytest.mark.slow),
-    ],
+    ("formats", "residual", "max_cache_len"), with_windows((0, None), (32, 200), (32, None), (0, 200))
 )
-@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 def test_crop_within_the_residual_is_exact(model, formats, residual, max_cache_len):
     """Cropped and fed again, a cache is what it would be without the detour."""
     ids, _ = left_padded(2, 120)
@@ -65,8 +58,7 @@ def test_crop_of_nothing_does_not_wait_for_the_device(model, max_cache_len, monk
     cache.crop(0)
 
 
-@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
-@pytest.mark.parametrize("residual", [32, 0])
+@pytest.mark.parametrize(("formats", "residual"), with_windows((32,), (0,)))
 def test_crop_beyond_the_residual_reads_packed_tokens_back(model, formats, residual):
     ids, mask = left_padded(2, 130)
     cache = cache_of(model, formats, **{**SMALL_PAGES, "residual": residual}, sink=4)
@@ -176,14 +168,6 @@ def test_a_mask_of_too_few_columns(model):
     with pytest.raises(ValueError, match=r"attention_mask has 30 columns; .* each of the 50 tokens .* and of the 20"):
         read(model, cache, ids[:, :20], mask[:, :30])
     assert int(cache.get_seq_length()) == 50
-
-
-def test_a_notebook_shows_the_summary_as_a_table():
-    cache = lb.from_preset("kivi-2", tiny_models("llama")[0])
-    summary = cache.summary()
-    assert isinstance(summary, str)
-    assert summary._repr_html_() == cache._repr_html_()
-    assert "<table>" in summary._repr_html_()
 
 
 def test_html_shows_the_rows_of_the_summary():
@@ -299,30 +283,6 @@ def test_bytes_and_bits(model):
     assert cache.bits_per_value == pytest.approx(cache.spec.bits_per_value(200, 64, torch.float32))
 
 
-def test_layers_can_be_kept_dense(model):
-    cache = lb.from_preset("kivi-2", model, dense_layers=[1], **SMALL_PAGES)
-    read(model, cache, left_padded(1, 100)[0])
-    assert [layer.spec.key_format.name for layer in cache.packed_layers] == ["int2-channel", "dense"]
-
-
-def test_it_tells_what_it_is(model):
-    cache = lb.from_preset("kivi-2-sink", model)
-    assert repr(cache) == (
-        "LowBitCache(preset='kivi-2-sink', keys=int2-channel, values=int2-token, bits=0.00, length=0, bytes=0)"
-    )
-    read(model, cache, left_padded(2, 300)[0])
-    for word in ("kivi-2-sink", f"bits={cache.bits_per_value:.2f}", "length=300", f"bytes={int(cache.nbytes)}"):
-        assert word in repr(cache)
-    summary = cache.summary()
-    for word in ("kivi-2-sink", "int2-channel / int2-token", "sink 32, residual 128", "300 tokens x 2 rows", "growing"):
-        assert word in summary
-    empty = lb.from_preset("kivi-2-sink", model).summary()
-    assert empty.count("nothing is stored yet") == 2
-    assert "0.00" not in empty
-    assert "\x1b" not in summary  # plain text, in a terminal and in a notebook
-    assert "preallocated" in lb.from_preset("kivi-2", model, max_cache_len=64).summary()
-
-
 def _rows_of_summary(cache):
     """Label to text of the printed table, whose long cells are wrapped."""
     shown: dict[str, str] = {}
@@ -334,8 +294,7 @@ def _rows_of_summary(cache):
     return shown
 
 
-@pytest.mark.parametrize("preset", ["kivi-2-sink", "kv8", "k4v2"])
-@pytest.mark.parametrize("tokens", [20, 300])
+@pytest.mark.parametrize(("preset", "tokens"), [("kivi-2-sink", 300), ("kv8", 20)])
 def test_bits_of_a_model_in_float32_are_told_in_16_bits_too(model, preset, tokens):
     ids = left_padded(2, tokens)[0]
     cache, half = lb.from_preset(preset, model), lb.from_preset(preset, model)
@@ -347,39 +306,6 @@ def test_bits_of_a_model_in_float32_are_told_in_16_bits_too(model, preset, token
         shown == f"{cache.bits_per_value:.2f} with the window in float32; {half.bits_per_value:.2f} in a 16-bit model"
     )
     assert _rows_of_summary(half)["bits per value"] == f"{half.bits_per_value:.2f}"
-
-
-def test_a_cache_that_is_larger_than_its_tokens_says_why(model):
-    ids = left_padded(1, 20)[0]
-    growing, preallocated = lb.from_preset("kivi-2", model), lb.from_preset("kivi-2", model, max_cache_len=5000)
-    for cache, whole in ((growing, "the window and the first pages are"), (preallocated, "all 5000 tokens are")):
-        read(model, cache, ids)
-        assert int(cache.nbytes) > cache.nbytes_full
-        in_float32 = f"{cache.nbytes_full / 1000:.1f} kB"
-        assert (
-            f"(the same tokens in float32: {in_float32}; less, because memory for {whole} allocated"
-            in (_rows_of_summary(cache)["total"])
-        )
-    long = lb.from_preset("kivi-2", model)
-    read(model, long, torch.arange(3000)[None] % 150)
-    assert "less" not in _rows_of_summary(long)["total"]
-
-
-def test_presets():
-    assert lb.preset_names() == [
-        *("dense", "kivi-2", "kivi-4", "kivi-4-sink", "kivi-2-sink", "kivi-2-hadamard", "kivi-2-hadamard-sink"),
-        *("int8", "int6", "int5", "k4v2", "k2v4", "k8v4", "k4v2-sink", "k2v4-sink"),
-        *("kitty", "kitty-pro", "kitty-hadamard"),
-        *("eigen-2", "eigen-3", "eigen-4"),
-        *("fp8", "snapmla", "mla"),
-    ]
-    for name in lb.preset_names():
-        preset = lb.get_preset(name)
-        assert preset.name == name
-        assert preset.residual == (0 if preset.attention_kind == "latent" else 128)
-        assert preset.sink == (32 if name.endswith("-sink") or name.startswith(("kitty", "eigen")) else 0)
-        rotated = "hadamard" if "-hadamard" in name else "none"
-        assert preset.transform == ("eigen" if name.startswith("eigen") else rotated)
 
 
 def test_presets_with_suffixes():

@@ -3,11 +3,9 @@
 import pytest
 import torch
 from cases import SMALL_PAGES, left_padded, next_logits, tiny_config, tiny_models
-from tiny_architectures import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.cache.cache_argument import RELEASE
 
 pytestmark = pytest.mark.host
 
@@ -63,25 +61,6 @@ def test_architecture_without_the_attention_interface():
     for given in (config, AutoModelForCausalLM.from_config(config)):
         with pytest.raises(ValueError, match="BloomForCausalLM does not use transformers' attention interface"):
             lb.from_preset("kivi-2", given)
-
-
-REFUSED = {
-    "minimax": r"takes no cache but its own \(MiniMaxCache\)",
-    "dory": r"runs some layers several times in a pass \(n_recurrent_loops=2\)",
-    "blt": "'blt' has no num_hidden_layers: models with several stacks of layers",
-    "qwen4_exp_text": "'qwen4_exp_text' is sparse attention: an indexer chooses the tokens",
-    "dots3_note_text": "is sparse attention: an indexer",
-    "zamba2": "'zamba2' has no layer with only full attention",
-    "gemma4_assistant": "no keys and values of its own: it attends to those of the model that it assists",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_architectures_that_are_refused_for_a_reason_of_their_own(name):
-    if RELEASE < (5, 24):
-        pytest.skip("transformers before 5.24 does not have all of these architectures")
-    with pytest.raises(ValueError, match=REFUSED[name]):
-        lb.from_preset("dense", tiny_model(name))
 
 
 def test_another_models_layer_count(model):

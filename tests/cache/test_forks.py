@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from cases import (
-    FORMAT_CASES,
     SMALL_PAGES,
     cache_of,
     continued,
@@ -17,6 +16,7 @@ from cases import (
     random_parameters,
     read,
     tiny_models,
+    with_windows,
 )
 from generation_cases import GREEDY
 from mla_cases import tiny_models as mla_models
@@ -36,15 +36,8 @@ def _memory(caches) -> int:
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("formats", FORMAT_CASES, ids="/".join)
 @pytest.mark.parametrize(
-    ("residual", "max_cache_len"),
-    [
-        (0, None),
-        pytest.param(32, 400, marks=pytest.mark.newest),
-        pytest.param(32, None, marks=pytest.mark.slow),
-        pytest.param(0, 400, marks=pytest.mark.slow),
-    ],
+    ("formats", "residual", "max_cache_len"), with_windows((0, None), (32, 400), (32, None), (0, 400))
 )
 def test_a_fork_gives_the_logits_of_its_cache(model, formats, residual, max_cache_len):
     """Rows of different lengths; several pages are packed after the fork, differently in each."""

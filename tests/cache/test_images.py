@@ -47,7 +47,9 @@ def _same(out, expected):
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way == "preallocated" else way for way in WAYS]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_with_an_image(name, way):
     """The prompt has all that a processor returns."""
@@ -64,7 +66,7 @@ def test_generate_with_an_image(name, way):
     assert _same(WAYS[way](model, **inputs), expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["lb.enable", "preallocated"])
 def test_text_without_an_image(way):
     """With kinds of tokens, which are all text, and with padding."""
     model = tiny_vision_model("gemma3")

@@ -8,12 +8,10 @@ import transformers
 from models_page import (
     FAMILIES,
     PAGE,
-    ModelRow,
     all_sliding,
     examine,
     examine_with_image,
     reason,
-    render,
     widths_and_preset,
 )
 from tiny_architectures import VISION_ARCHITECTURES, names, tiny_model, tiny_vision_model
@@ -113,25 +111,6 @@ def test_some_rows_are_current(name):
 @pytest.mark.parametrize("name", names())
 def test_all_rows_are_current(name):
     check_row(name)
-
-
-def test_equal_results_share_a_row_and_an_exception_is_named():
-    rows = [
-        ModelRow("a", "every layer", "yes", "norms 5, rotary 2", "yes"),
-        ModelRow("b", "every layer", "preallocated: logits differ", "rotary 4, norms 9", "yes"),
-        ModelRow("c", "", why="CForCausalLM does not use transformers' attention interface, which low-bit caches need"),
-        ModelRow("d", "", why="something else"),
-        ModelRow("e", "", why="not tried: took longer than 60 s"),
-    ]
-    page = render(rows, [ModelRow("v", "1 of 6 layers", "yes"), ModelRow("w", "", why="its logits differ by 1")])
-    assert "2 of the 5 decoder architectures" in page
-    assert "| every layer | norms, rotary | yes | `a`, `b` |" in page
-    assert "work with all models of the table, except `b` (preallocated: logits differ)." in page
-    assert "| the model does not use transformers' attention interface | `c` |" in page
-    assert "| something else | `d` |" in page
-    assert "\n`e`.\n" in page
-    assert "| 1 of 6 layers | yes | `v` |" in page
-    assert "| no: its logits differ by 1 |  | `w` |" in page
 
 
 @installed

@@ -78,8 +78,9 @@ def _swapped(cache):
     return cache
 
 
-@pytest.mark.parametrize("change", [lambda cache: cache, _swapped, lambda cache: cache.fork()[0]])
-@pytest.mark.parametrize("max_cache_len", [None, 200])
+@pytest.mark.parametrize(
+    ("max_cache_len", "change"), [(None, lambda cache: cache), (200, _swapped), (None, lambda cache: cache.fork()[0])]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_cache_filled_in_inference_mode_continues_outside(family, max_cache_len, change):
     model, theirs = tiny_models(family)

@@ -8,7 +8,6 @@ from cases import SMALL_PAGES, left_padded, tiny_config, tiny_models
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends.choice import storage_spec
-from hf_lowbit_kv.formats.records import Parameter
 
 pytestmark = pytest.mark.host
 
@@ -38,7 +37,6 @@ def test_a_mapping_with_indices_from_both_ends(model):
     ("per_layer", "rows"),
     [
         ({}, {}),
-        ({1: "kivi-4", 2: "kivi-4"}, {"layers 1-2": "int4-channel / int4-token, residual 128"}),
         ({1: "kv8", -1: "kv8"}, {"layers 1, 3": "int8-token / int8-token, residual 128"}),
         (
             {2: {"sink": 8}, 1: {"transform": "hadamard"}},
@@ -127,13 +125,11 @@ def test_layers_of_different_windows_give_the_tokens_of_dense_attention(model, m
             {"per_layer": {1: {"keys": "dense"}}},
             r"per_layer\[1\]: the option 'keys' is not known; allowed: \('key_format'",
         ),
-        ({"per_layer": {1: {"sink": -1}}}, r"per_layer\[1\]: sink=-1 is not allowed"),
         ({"per_layer": {2: "snapmla"}}, r"per_layer\[2\]: 'snapmla' does not fit.*'separate'"),
         (
             {"per_layer": {2: "eigen-2"}},
             r"per_layer\[2\] \(static-.* needs a calibration.*--preset eigen-2",
         ),
-        ({"per_layer": {3: {"value_format": "int4-token-g128"}}}, "layer 3: group_size=128.*head_dim=64"),
         (
             {"per_layer": {1: {"transform": "smooth"}}, "parameters": {}},
             r"layer 1: parameters: key_transform.factors is missing",
@@ -202,8 +198,3 @@ def test_a_wrong_shape_or_dtype_is_told(model):
     given = {index: {name: x.half() for name, x in own.items()} for index, own in smooth_parameters().items()}
     with pytest.raises(ValueError, match=r"is torch.float16 .*needs torch.float32 of shape \(2, 64\), or \(1, 64\)"):
         lb.from_preset("kivi-2", model, transform="smooth", parameters=given)
-
-
-def test_what_a_layer_takes_can_be_asked():
-    spec = lb.LayerSpec(*map(lb.parse_format, ("int4-channel", "dense")), key_transform=lb.parse_transform("smooth"))
-    assert spec.parameters(64, 64, 8) == (Parameter("key_transform.factors", (8, 64), torch.float32),)

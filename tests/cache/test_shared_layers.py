@@ -116,9 +116,9 @@ def test_ways_to_generate(name, way, beams, monkeypatch):
     assert bool(sum(graph.replays for graph in graphs)) == (way == "recorded")
 
 
-@pytest.mark.parametrize("max_cache_len", [None, 160])
-@pytest.mark.parametrize("keep", [0, 3])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("padded", "keep", "max_cache_len"), [(False, 3, None), (False, 0, 160), (True, 0, None), (True, 3, 160)]
+)
 def test_later_layers_read_only_what_is_kept_of_a_prompt(gemma, keep, padded, max_cache_len):
     """In a first prompt and in chunks after stored tokens: fewer queries than new keys, causal from the end."""
     (ours, theirs), (ids, mask) = gemma, left_padded(2, 90)

@@ -51,8 +51,9 @@ def _generate(way, model, max_cache_len):
 WAYS = [("generate", None), ("generate", 400), ("lb.generate", 400), ("lb.enable", None)]
 
 
-@pytest.mark.parametrize("prefill_chunk_size", [None, 4])
-@pytest.mark.parametrize(("way", "max_cache_len"), WAYS)
+@pytest.mark.parametrize(
+    ("way", "max_cache_len", "prefill_chunk_size"), [(*way, None) for way in WAYS] + [(*WAYS[0], 4), (*WAYS[1], 4)]
+)
 def test_a_turn_that_ended_early(models, way, max_cache_len, prefill_chunk_size):
     ours, theirs = models
     ids, mask = left_padded(3, PROMPT)

@@ -130,12 +130,6 @@ def test_round_trip_and_one_file_for_several_presets(model, calibration, tmp_pat
     lb.VecInferCache(model, transform="none", calibration=path)
 
 
-def test_the_class_takes_what_the_preset_takes(model):
-    """`VecInferCache` accepts a file that was made for `vecinfer-2`."""
-    calibration = lb.calibrate(model, characters, TEXTS, "vecinfer-2", samples=8, length=256)
-    assert lb.VecInferCache(model, calibration=calibration).spec == lb.get_preset("vecinfer-2").spec()
-
-
 def test_caches_find_it(model, calibration):
     with pytest.raises(ValueError, match=r"hf-lowbit-kv calibrate .*--preset tiny-vq"):
         lb.from_preset("tiny-vq", model)
@@ -174,20 +168,6 @@ def test_other_weights_and_families_are_refused(model, calibration):
     model.float()
 
 
-def test_what_is_no_file(tmp_path):
-    """`test_calibration_files.py` has damaged files."""
-    with pytest.raises(FileNotFoundError, match="neither a file"):
-        lb.Calibration.load(tmp_path / "nothing.safetensors")
-
-
-def test_a_preset_that_the_file_lacks(model, calibration):
-    with pytest.raises(
-        ValueError,
-        match=r"no codebook for keys of none.vq-d4b8 \(layers.0.*it has keys of smooth",
-    ):
-        lb.VecInferCache(model, transform="none", calibration=calibration)
-
-
 def test_messages_say_how_to_make_what_is_missing(model):
     """The command of a preset that makes it, also for other formats and single layers; else the function that takes any."""
     with pytest.raises(ValueError, match=r"vq-d4b8 / vq-d4b8 needs a calibration.*--preset vecinfer-2 -o"):
@@ -213,11 +193,6 @@ def test_messages_say_how_to_make_what_is_missing(model):
 def test_bad_input(model, options, message):
     with pytest.raises(ValueError, match=message):
         made(model, **options)
-
-
-def test_too_few_tokens_for_long_windows():
-    with pytest.raises(ValueError, match="2 are needed, which is 6002 tokens"):
-        Tokens(TEXTS, characters).draw(None, 3001, 0, "cpu", least=64)
 
 
 def test_presets_without_parameters_and_texts_that_are_no_list(model):
@@ -299,22 +274,11 @@ def test_the_command_refuses_a_bad_file_before_it_calibrates(model, calibration,
         command.calibrate(["vecinfer-2"], [text], out=out)
 
 
-def test_bundled_files_know_the_weights_that_they_were_made_for():
-    files = sorted(calibration_lookup.bundled_folder().glob("*.safetensors"))
-    assert files
-    assert all(lb.Calibration.load(file).model["weights"] for file in files)
-
-
 # ---- Lloyd's algorithm as a GPU runs it, against closed forms -------------------------------------------------------
 
 
 def as_rows(x: torch.Tensor) -> list[list[float]]:
     return sorted(x.tolist())
-
-
-def test_as_many_centroids_as_points_are_the_points():
-    x = torch.randn(6, 3)
-    assert as_rows(_lloyd(x, 6, 0, ITERATIONS)) == as_rows(x)
 
 
 def test_points_that_occur_often_take_one_centroid():
@@ -336,8 +300,3 @@ def test_a_model_without_weights_in_memory_is_refused():
     model = tiny_models("llama")[0].to("meta")
     with pytest.raises(ValueError, match="first weights of LlamaForCausalLM are not in memory"):
         lb.calibrate(model, characters, TEXTS, "eigen-2", progress=False)
-
-
-def test_what_is_no_model_is_named():
-    with pytest.raises(TypeError, match="must be a transformers model"):
-        lb.calibrate("a/model", characters, TEXTS, "eigen-2", progress=False)

@@ -150,17 +150,3 @@ def test_memory_counts_the_pages_that_are_kept(preset, windows, length, model):
             kept.see(window, layer, tuple(torch.randn(1, heads, length, dim) for dim in dims), {})
     pages = [page for pages in kept._pages.values() for page in pages]
     assert calibration_cost._kept(plan, windows, length, torch.float32) == sum(page.nbytes for page in pages)
-
-
-def test_memory_counts_a_backward_pass(model):
-    pages = calibration_cost._kept(plan_for(model, "eigen-2"), 32, 1024, torch.float32)
-    logits = 1024 * model.config.vocab_size * 4
-    assert cost(model, ["eigen-2"]).nbytes > pages + logits
-    pages = calibration_cost._kept(plan_for(model, "vecinfer-2"), 64, 512, torch.float32)
-    assert cost(model, ["vecinfer-2"]).nbytes == pages  # no gradients
-
-
-def test_longer_windows_take_longer():
-    slower = calibration_cost._slower
-    assert slower(linear=1.0, attention=0.0, length=4096, probe=256) == 1
-    assert slower(linear=0.0, attention=1.0, length=4096, probe=256) == 16

@@ -1,15 +1,13 @@
 """Files in the folders of calibrations: a damaged one is skipped and named, and used again once it is mended."""
 
 import json
-import shutil
-import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from cases import calibration_of, left_padded
-from generation_cases import GREEDY, SMALL_PAGES
+from cases import calibration_of
+from generation_cases import SMALL_PAGES
 from processes import at_once
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -139,43 +137,6 @@ def test_links_to_nothing_and_files_that_are_removed_meanwhile(model, folder, mo
     with pytest.warns(UserWarning, match="a.safetensors' is skipped: it is a broken link") as caught:
         assert looked_up(model) == 2
     assert len(caught) == 1
-
-
-def test_each_damaged_file_has_a_warning_of_its_own(model, folder):
-    for name in "abc":
-        calibration_of(model, 2).save(folder / f"{name}.safetensors")
-    for name in "ab":
-        DAMAGES["older"][0](folder / f"{name}.safetensors")
-    with pytest.warns(UserWarning, match="is skipped") as caught:
-        assert looked_up(model) == 1
-    (folder / "c.safetensors").unlink()
-    with pytest.raises(ValueError, match="needs a calibration"):  # and no further warning
-        looked_up(model)
-    assert [str(each.message).split("'")[1] for each in caught] == [str(folder / f"{n}.safetensors") for n in "ab"]
-
-
-def test_generate_skips_it_and_notices_when_it_is_mended(model, folder):
-    """Calls of `lb.generate` remember what they read of a file."""
-    ids, mask = left_padded(2, 60)
-    options = {"cache_options": OPTIONS, "return_dict_in_generate": True, "progress": False, **GREEDY}
-
-    def written() -> float:
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        return first_factor(lb.generate(model, inputs, "kivi-2", 4, **options).past_key_values)
-
-    path = folder / "a.safetensors"
-    calibration_of(model, 2).save(path)
-    calibration_of(model, 4).save(folder / "b.safetensors")
-    shutil.copy(path, folder / "whole")
-    assert written() == 1
-    DAMAGES["NaN"][0](path)
-    with pytest.warns(UserWarning, match="a.safetensors' is skipped"):
-        assert written() == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert written() == 2
-        path.write_bytes((folder / "whole").read_bytes())
-        assert written() == 1
 
 
 # ---- what a file was made from ---------------------------------------------------------------------------------------

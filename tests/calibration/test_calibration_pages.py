@@ -146,11 +146,6 @@ def test_two_page_sizes_at_once_give_what_each_gives_alone(model):
         assert all(torch.equal(both.tensors[name], x) for name, x in one.tensors.items())
 
 
-def test_the_same_for_two_page_sizes_is_refused(model):
-    with pytest.raises(ValueError, match=r"eigen of keys is needed with pages of 64 and of 128 tokens.*make two"):
-        calibrate(model, [spec_of(64), spec_of(128)])
-
-
 def test_windows_and_contexts_must_hold_pages_of_that_size(model, monkeypatch):
     with pytest.raises(ValueError, match="length=256 is not allowed; it must be an integer of 512 or more"):
         calibrate(model, [spec_of(256)], length=256)

@@ -1,17 +1,14 @@
 """Texts of any length become windows; messages before a model reads them, and progress meanwhile."""
 
 import inspect
-import io
-import sys
 
 import pytest
 import torch
 from cases import tiny_models
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.calibration import gradients, progress
+from hf_lowbit_kv.calibration import gradients
 from hf_lowbit_kv.calibration.calibration_windows import Tokens, first_positions
-from hf_lowbit_kv.calibration.progress import LogLines
 
 END = 1
 
@@ -152,19 +149,6 @@ def test_windows_for_gradients_follow_the_options(samples, length, expected):
     assert gradients.gradient_windows(tiny_models("llama")[0], samples=samples, length=length) == expected
 
 
-def test_calibrating_on_few_windows_reads_few_for_gradients(monkeypatch):
-    read = []
-
-    def draw(self, count, lengths, seed):
-        read.append((count, lengths))
-        raise ValueError("enough")
-
-    monkeypatch.setattr(Tokens, "draw_for_gradients", draw)
-    with pytest.raises(ValueError, match="enough"):
-        lb.calibrate(tiny_models("llama")[0], Numbers(), [text(0, 3000)], "eigen-2", samples=2, length=512)
-    assert read == [(2, [512])]
-
-
 def test_windows_for_gradients_are_of_the_first_length_that_there_is():
     assert gradients.gradient_windows(tiny_models("llama")[0]) == (8, [1024, 512])
     for count, length in ((1024, 1024), (1023, 512), (512, 512)):
@@ -220,59 +204,9 @@ def test_tokens_are_announced_before_the_model_reads(options, line, model, capsy
     assert capsys.readouterr() == ("", "")
 
 
-def test_it_can_be_silent(model, capsys):
-    for silent in (False, None):
-        calibrate(model, LONG, samples=2, progress=silent)
-    assert capsys.readouterr() == ("", "")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_gets_a_bar_by_default(model, monkeypatch):
-    for name in ("NO_COLOR", "TTY_COMPATIBLE", "JUPYTER_COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    calibrate(model, LONG, samples=3)
-    shown = sys.stderr.getvalue()
-    assert shown.startswith("calibrating on 2 texts")
-    for part in ("reading", "3/3", "fitting", "2/2", "0:00:0"):
-        assert part in shown, part
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    calibrate(model, LONG, samples=3, progress=False)
-    assert sys.stderr.getvalue() == ""
-
-
 def test_a_function_is_called_in_place_of_the_bar(model, capsys):
     calls = []
     calibrate(model, LONG, samples=2, gradients=True, progress=lambda *step: calls.append(step))
     parts = [[(part, done, total) for done in range(total + 1)] for part, total in (("reading", 2), ("gradients", 2))]
     assert calls == [*parts[0], *parts[1], ("fitting", 0, 2), ("fitting", 1, 2), ("fitting", 2, 2)]
     assert capsys.readouterr().err.startswith("calibrating on")
-
-
-def test_a_part_is_shown_before_its_first_step_ends(model, monkeypatch):
-    """On a CPU the first window of gradients may take minutes."""
-    shown, names = [], []
-    hook = model.model.embed_tokens.register_forward_pre_hook(lambda *_: names.append(shown[-1][0]))
-    calibrate(model, LONG, samples=2, gradients=True, progress=lambda *step: shown.append(step))
-    hook.remove()
-    assert names[:2] == ["reading"] * 2
-    assert set(names[2:]) == {"gradients"}
-
-
-def test_a_log_gets_lines(capsys, monkeypatch):
-    log, clock = LogLines(), [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    for done in range(36):
-        log("reading", done, 35)
-    assert capsys.readouterr().err.splitlines() == [f"reading {done}/35" for done in (0, 16, 32, 35)]
-    for done in range(9):
-        log("gradients", done, 8)
-        clock[0] += 4
-    # a window takes 4 seconds: every third is more than ten seconds after the last line
-    assert capsys.readouterr().err.splitlines() == [f"gradients {done}/8" for done in (0, 3, 6, 8)]

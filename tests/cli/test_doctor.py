@@ -55,28 +55,6 @@ def test_the_attention_is_computed_on_the_spot(found, monkeypatch):
     assert wrong["check"]["error"] in " ".join(str(wrong).split())
 
 
-def test_the_report_fits_80_columns(found):
-    """Also where presets run on several backends for long reasons."""
-    report = {**found, "backends": [dict(row) for row in found["backends"]]}
-    for index, row in enumerate(report["backends"]):
-        row["backend"] = ("cuda", "triton", None)[index % 3]
-        row["why"] = (None, "the CUDA kernels serve no pages of vq-d4b12 and vq-d4b12 with head_dim 128", "no GPU")[
-            index % 3
-        ]
-    report["kernels"] = found["kernels"] | {
-        "directory": "/folder" * 20,
-        "why_refused": "others may use it: its mode is 0755",
-    }
-    report["missing"] = [
-        {"what": "a C compiler", "for": "compiling the launcher of kernels", "command": "apt install gcc"}
-    ]
-    for text in (str(found), str(diagnosis.Diagnosis(report))):
-        assert max(map(len, text.splitlines())) <= 80
-    shown = " ".join(str(diagnosis.Diagnosis(report)).split())
-    assert all(name in shown for name in lb.preset_names())
-    assert "Install: apt install gcc" in shown
-
-
 def test_the_command(capsys, monkeypatch, found):
     for result, code in ((found, 0), (diagnosis.Diagnosis(found | {"ok": False}), 1)):
         monkeypatch.setattr(diagnosis, "doctor", lambda device, result=result: result)

@@ -126,21 +126,12 @@ def test_presets_that_need_a_calibration_are_marked(run):
     assert "*: needs a calibration of the model" in table
 
 
-@pytest.mark.parametrize("name", commands())
-def test_help_says_which_extra_a_command_needs(run, name):
-    shown = " ".join(run(*name.split(), "--help")[1].replace("│", " ").split())
-    extras = set(re.findall(r"Needs pip install .*?\[(\w+)\]", shown))
-    assert extras <= set(importlib.metadata.metadata("hf-lowbit-kv").get_all("Provides-Extra"))
-    assert len(extras) == 1 or "Needs no extra packages." in shown
-
-
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
         ("serve --model x/y", "serve"),
         ("eval lm-eval --tasks a --preset kivi-4 --model x/y", "eval"),
-        *((name, "eval") for name in ("demo", "recommend --bits 3", "eval perplexity", "eval needle", "calibrate")),
-        ("eval needle --model x/y --picture a.png", "eval"),
+        ("demo", "eval"),
     ],
 )
 def test_a_missing_package_gives_the_line_that_installs_all_that_lack(run, monkeypatch, name, extra):

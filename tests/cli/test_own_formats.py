@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import commands
 
 from hf_lowbit_kv import formats, presets
 from hf_lowbit_kv.cli import every_command
@@ -156,8 +155,3 @@ def test_a_package_that_fails_does_not_stop_the_command(run, tmp_path, value, so
     assert message in str(caught[0].message)
     assert code == 0
     assert json.loads(out)
-
-
-def test_every_command_takes_the_option():
-    for name, command in commands().items():
-        assert "--import" in {option for each in command.params for option in each.opts}, name

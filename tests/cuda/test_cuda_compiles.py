@@ -221,8 +221,8 @@ def check_latent(log: str, kernel: str) -> None:
     ("arch", "convert", "case"),
     [
         ("sm_80", False, LatentCase(**DEEPSEEK)),
-        ("sm_90", True, LatentCase(**DEEPSEEK, dtype=torch.float16)),
-        ("sm_120", True, LatentCase(rank=192, rope=128, page_size=64)),
+        pytest.param("sm_90", True, LatentCase(**DEEPSEEK, dtype=torch.float16), marks=pytest.mark.slow),
+        pytest.param("sm_120", True, LatentCase(rank=192, rope=128, page_size=64), marks=pytest.mark.slow),
     ],
 )
 def test_narrow(arch, convert, case):
@@ -234,10 +234,11 @@ def test_narrow(arch, convert, case):
     ("heads", "tokens", "dtype", "rope"),
     [
         (16, 1, torch.bfloat16, 64),
-        (16, 2, torch.float16, 64),
-        (32, 1, torch.bfloat16, 128),
-        (64, 1, torch.bfloat16, 64),
         (128, 8, torch.float16, 128),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((16, 2, torch.float16, 64), (32, 1, torch.bfloat16, 128), (64, 1, torch.bfloat16, 64))
+        ),
     ],
 )
 def test_wide(heads, tokens, dtype, rope, monkeypatch):

@@ -1,7 +1,6 @@
 """The CUDA backend where no GPU is: bad input, which backend is chosen, what NVRTC makes of the sources, and how the rows of
 latents are divided."""
 
-import ast
 import heapq
 import importlib.util
 import re
@@ -11,16 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import FORMATS
-from cuda_cases import fragment
 from kernel_cases import Case
 
 from hf_lowbit_kv.backends import choice
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.formats.fragment import LAYOUTS
-from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.transforms import Fused
-from hf_lowbit_kv.triton_kernels.cuda import format_structs, geometry, latent, nvrtc
+from hf_lowbit_kv.triton_kernels.cuda import format_structs, latent, nvrtc
 
 
 @pytest.fixture
@@ -136,21 +132,6 @@ def test_what_keeps_kernels_from_being_compiled(monkeypatch, version, architectu
     assert reason is None if expected is None else expected in reason
 
 
-def test_source_is_one_text():
-    """With the files of the layer's own formats, each once, and of no others."""
-    spec = choice.storage_spec(get_preset("kivi-4").spec(), "cuda")
-    chosen = geometry.choose_shape(spec, 128, 128, torch.float16, rows=4)
-    defines = geometry.attend_defines(
-        spec, 128, 128, torch.float16, chosen, False, geometry.Sinks.NONE, False, appends=True
-    )
-    source = nvrtc.text("attend.cu", defines)
-    assert "#include" not in source
-    for struct in ("AffineKeys", "AffineValues", "AffineEncoder"):
-        assert source.count(f"struct {struct} {{") == 1
-    for other in ("Codebook", "Boosted", "Fp8", "StaticKeys"):
-        assert f"struct {other}" not in source
-
-
 def test_no_other_source_includes_a_formats_files():
     sides = [(fmt, i) for pair in FORMATS for i, fmt in enumerate(map(parse_format, pair))]
     stored = [(fmt.with_layout(LAYOUTS[i]), bool(i)) for fmt, i in sides if format_structs.covered(fmt, bool(i))]
@@ -163,36 +144,6 @@ def test_no_other_source_includes_a_formats_files():
             assert not included & files, path.name
 
 
-@pytest.mark.slow  # test_cuda_compiles.py has fast ones
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(keys="boosted2-r0.125", values="int2-token", head_dim=128, page_size=128, residual=128),
-        Case(keys="boosted2-r0.3-variance", values="dense", head_dim=80, dtype=torch.bfloat16),
-        Case(keys="static-64332222", values="static-3-tn", head_dim=128, page_size=128, residual=128),
-    ],
-    ids=str,
-)
-def test_compiles(case, compile_module, monkeypatch, tmp_path):
-    """Without a GPU: NVRTC takes what the macros make of the sources."""
-    from hf_lowbit_kv.triton_kernels.cuda import geometry
-
-    monkeypatch.setenv(compile_module.kernel_cache.VARIABLE, str(tmp_path))
-    case = fragment(case)
-    shape = geometry.choose_shape(case.spec, *case.dims, case.dtype, case.groups)
-    options = shape, True, geometry.Sinks.MODEL_DTYPE, True, Fused(before=True, rotated=True, after=False)
-    assert geometry.can_append(case.spec, *case.dims, shape)
-    try:
-        for appends in (False, True):
-            defines = geometry.attend_defines(case.spec, *case.dims, case.dtype, *options, appends=appends)
-            compile_module.binary("attend.cu", defines, "sm_90")
-        compile_module.binary("append.cu", geometry.append_defines(case.spec, *case.dims, case.dtype), "sm_80")
-    except compile_module.CompileError:
-        raise
-    except RuntimeError:
-        pytest.skip("NVRTC's library is not installed")
-
-
 def test_compile_failure_shows_the_log(compile_module):
     with pytest.raises(RuntimeError) as raised:
         compile_module.binary("attend.cu", (("NT", "1"),), "sm_80")
@@ -200,25 +151,6 @@ def test_compile_failure_shows_the_log(compile_module):
         pytest.skip("NVRTC's library is not installed")
     assert "use backend='triton'" in str(raised.value)
     assert "undefined" in str(raised.value)
-
-
-def test_the_first_step_imports_no_kernels_that_it_does_not_launch():
-    """Triton reads the source of each function when its module is imported, which takes 0.15 s for all modules."""
-    folder = nvrtc.SOURCES.parent
-    reached, ahead = set(), [folder / "cuda" / "cuda_entry_points.py"]
-    while ahead:
-        path = ahead.pop()
-        reached.add(path)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:  # not inside of functions
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            targets = [base.with_suffix(".py"), *(base / f"{alias.name}.py" for alias in node.names)]
-            ahead += [each for each in targets if each.is_file() and folder in each.parents and each not in reached]
-    names = {str(path.relative_to(folder)) for path in reached}
-    assert {"common.py", "cuda/decode_kernel.py"} <= names
-    jitted = {path for path in reached if "@triton.jit" in path.read_text(encoding="utf-8")}
-    assert {path.name for path in jitted} <= {"common.py"}
 
 
 def finish_time(slots: int, programs: int, kv_tiles: int, splits: int) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -104,24 +103,6 @@ def test_one_name_for_everything_on_disk(compiler, monkeypatch, tmp_path):
         assert local_models.bundled_model().parent == root
 
 
-def test_a_fresh_process_of_the_benchmark_finds_no_other_kernels(monkeypatch, tmp_path):
-    from hf_lowbit_kv.eval.benchmarks import bench_start
-
-    seen = []
-
-    def run(command, env, **options):
-        seen.append(env)
-        return SimpleNamespace(returncode=0, stdout=bench_start._MARK + "{}", stderr="")
-
-    monkeypatch.setenv(NAME, str(tmp_path / "mine"))
-    monkeypatch.setattr(bench_start.subprocess, "run", run)
-    bench_start.in_a_fresh_process(tmp_path / "fresh", [])
-    (env,) = seen
-    for name in (NAME, "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
-        assert Path(env[name]).parent == tmp_path / "fresh"
-        assert Path(env[name]).is_dir()
-
-
 @pytest.mark.parametrize(
     ("mode", "other", "reason"),
     [(0o755, False, "its mode is 0755, and 0700 is required"), (0o700, True, "it belongs to user")],
@@ -164,18 +145,6 @@ def test_an_unwritable_place(compiler, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file"))
     assert kernel() == KERNEL
     assert "it cannot be written" in caplog.text
-
-
-@pytest.mark.parametrize("change", [lambda data: data[:-3], lambda data: b"", lambda data: data[:-1] + b"!"])
-def test_a_damaged_file_is_compiled_again(change, compiler, tmp_path, caplog):
-    kernel()
-    (file,) = (tmp_path / "kernels").iterdir()
-    file.write_bytes(change(file.read_bytes()))
-    assert kernel() == KERNEL
-    assert compiler.compiled == 2
-    assert "is not the kernel that was kept there" in caplog.text
-    assert kernel() == KERNEL
-    assert compiler.compiled == 2
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -69,6 +69,7 @@ def same_figures(ours, theirs) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_perplexity_of_two_processes(model_folder, tmp_path, capsys):
     command = options_of(model_folder, tmp_path)
     assert run_ranks(_rank, 2, command, str(tmp_path)) == [0, 0]

@@ -56,12 +56,6 @@ def test_error_of_a_layer_is_that_of_its_quantized_keys_and_values(model):
     assert row["errors"]["kivi-2"] == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_peaks_of_known_channels():
-    x = torch.ones(1, 2, 10, 8)
-    x[:, 1, :, 3] = -6
-    assert layer_errors._peak(x) == pytest.approx(6)
-
-
 def test_the_attention_function_is_back_afterwards(model):
     with pytest.raises(ValueError, match="context=800 is more than the 700 tokens"):
         layer_errors.run(["kivi-2"], TEXT, model, Numbers(), context=800)

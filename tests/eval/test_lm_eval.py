@@ -17,7 +17,6 @@ huggingface = pytest.importorskip("lm_eval.models.huggingface")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from hf_lowbit_kv.eval.lm_eval_model import LowBitLM  # noqa: E402
-from hf_lowbit_kv.eval.local_models import load_model  # noqa: E402
 
 
 def lm_of(model_folder, preset="kivi-2", batch_size=8, **options):
@@ -159,20 +158,6 @@ def test_nothing_packed_is_an_error(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"preset": "kivi2"}, "did you mean 'kivi-2'"),
-        ({"kv_chunk": 2000}, "kv_chunk=2000 is larger than the model's context of 1024 tokens"),
-        ({"attn_implementation": "sdpa"}, "attn_implementation must be 'lowbit_kv'"),
-        ({"tokenizer": "/no/such/tokenizer"}, "'/no/such/tokenizer' has no tokenizer"),
-    ],
-)
-def test_bad_arguments(model_folder, options, message):
-    with pytest.raises(ValueError, match=message):
-        lm_of(model_folder, **options)
-
-
-@pytest.mark.parametrize(
     ("item", "message"),
     [
         (("5 6", ""), r"an item has no token in its answer, so it has no score: \('5 6', ''\)"),
@@ -185,18 +170,3 @@ def test_items_without_a_score_are_named(model_folder, item, message):
     lm = lm_of(model_folder, max_length=64, allow_unpacked=True)
     with pytest.raises(ValueError, match=message):
         lm.loglikelihood([Instance("loglikelihood", {}, item, 0, metadata=("numbers", 0, 1))], disable_tqdm=True)
-
-
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="with a GPU it is spread over GPUs: tests/eval/test_two_gpus_eval.py"
-)
-def test_without_a_gpu_auto_is_the_cpu(model_folder):
-    lm = LowBitLM(str(model_folder), preset="kivi-2", batch_size=1, device="auto", page_size=32, residual=32)
-    assert (lm.device, lm.model.dtype) == (torch.device("cpu"), torch.float32)
-    model = load_model(str(model_folder), device="auto")[0]
-    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
-
-
-def test_a_batch_size_must_be_a_number(model_folder):
-    with pytest.raises(ValueError, match="batch_size='auto' is not allowed"):
-        logprobs(lm_of(model_folder, batch_size="auto"))

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.calibration.calibration_windows import longest_window
-from hf_lowbit_kv.eval.bootstrap import block_means, error_of_mean, ratio
-from hf_lowbit_kv.eval.perplexity import Expected, Scores, check_window, chunk_bounds, position_edges, run
+from hf_lowbit_kv.eval.bootstrap import error_of_mean, ratio
+from hf_lowbit_kv.eval.perplexity import Expected, Scores, check_window, chunk_bounds, run
 from hf_lowbit_kv.eval.perplexity import score as perplexity_score
 from hf_lowbit_kv.eval.texts import Text, dataset_text
 
@@ -60,7 +60,7 @@ def score(presets, texts, model, **options):
     return rows
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 128, 1000])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 100, 1000])
 def test_dense_equals_full_precision(model, texts, chunk):
     (row,) = score(["dense"], texts, model, chunk=chunk)
     assert row["kl"] == pytest.approx(0, abs=1e-6)
@@ -68,15 +68,6 @@ def test_dense_equals_full_precision(model, texts, chunk):
     assert row["ppl"] == pytest.approx(row["ppl_full"], rel=1e-4)
     assert row["bits_per_value"] == row["bits_per_value_32k"] == 16  # though this model is in float32
     assert row["positions"] == len(texts) * (CONTEXT - START - 1)
-
-
-def test_fewer_bits_cost_more(model, texts):
-    kv8, kv4, kv2 = score(["kv8", "kivi-4", "kivi-2-sink"], texts, model)
-    assert 0 < kv8["kl"] < kv4["kl"] < kv2["kl"]
-    assert kv8["top1"] >= kv4["top1"] > kv2["top1"]
-    assert kv8["bits_per_value"] > kv4["bits_per_value"]
-    # the full-precision pass differs only by its chunks
-    assert kv8["ppl_full"] == pytest.approx(kv2["ppl_full"], rel=1e-4)
 
 
 def test_bits_are_those_of_a_16_bit_model_here_and_at_32k(model, texts):
@@ -91,7 +82,7 @@ def test_bits_are_those_of_a_16_bit_model_here_and_at_32k(model, texts):
         assert row["bits_per_value_32k"] < row["bits_per_value"] < 16
 
 
-@pytest.mark.parametrize("preset", ["kivi-2", "kivi-2-sink"])
+@pytest.mark.parametrize("preset", [pytest.param("kivi-2", marks=pytest.mark.slow), "kivi-2-sink"])
 def test_default_chunk_is_decoding_token_by_token(model, texts, preset):
     chunked, decoded, coarse = (score([preset], texts[:1], model, chunk=chunk)[0] for chunk in (128, 1, 200))
     assert chunked["kl"] == pytest.approx(decoded["kl"], rel=1e-3)
@@ -131,7 +122,7 @@ def test_nothing_packed_is_an_error_before_the_model_reads(model, texts):
 CALIBRATED = ("eigen-2", "vecinfer-2")
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_one_pass_is_the_cache_chunk_by_chunk(model, texts, batch):
     """The whole text in one forward pass finds what a real cache does, also where windows are rows of a batch."""
     factories = {}
@@ -166,12 +157,6 @@ def test_one_pass_over_layers_that_share_keys_and_values(texts):
         torch.testing.assert_close(at_once[name][0]["kl"], chunked[name][0]["kl"], rtol=0.02, atol=2e-5)
 
 
-def test_overrides_reach_the_cache(model, texts):
-    plain, wide = (score(["kivi-2"], texts[:1], model, overrides=o)[0] for o in (None, {"residual": 256}))
-    assert wide["bits_per_value"] > plain["bits_per_value"]
-    assert wide["kl"] < plain["kl"]
-
-
 @pytest.mark.parametrize(
     ("preset", "chunk", "expected"),
     [
@@ -200,12 +185,6 @@ def test_scores_of_known_distributions():
     assert (first["from"], first["to"], second["from"], second["to"]) == (0, 11, 11, 12)
     assert first["kl"] == pytest.approx(kl, rel=1e-5)
     assert second["kl"] == pytest.approx(0, abs=1e-7)
-
-
-def test_position_edges():
-    assert position_edges(512, 4096) == [512, 1024, 2048, 4096]
-    assert position_edges(100, 300) == [100, 256, 300]
-    assert position_edges(0, 100) == [0, 100]
 
 
 def test_positions_partition_the_mean(model, texts):
@@ -249,8 +228,6 @@ def test_documents_of_a_dataset(tmp_path):
     ("preset", "options", "message"),
     [
         ("kivi-2", {"context": 500}, r"context=500 is more than the 450 tokens of text .*one\.txt"),
-        ("kivi-2", {"start": CONTEXT}, "start=400 is not allowed with context=400"),
-        ("kivi-3", {}, r"preset='kivi-3' is not known; did you mean .*'kivi-2'"),
         ("kivi-2", {"context": 5000}, r"context=5000 .* at most 2048, .*context=2048, windows=3"),
     ],
 )
@@ -266,14 +243,7 @@ def test_windows_may_be_as_long_as_rope_scaling_allows(model, monkeypatch):
     check_window(model, 1500, START)
     with pytest.raises(ValueError, match="at most 1500"):
         check_window(model, 1501, START)
-    assert longest_window(model) == lb.fits(model, 1500, presets=["kivi-2"]).positions == 1500
-
-
-def test_bad_texts(model, texts):
-    latin = texts[0].parent / "latin.txt"
-    latin.write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"latin\.txt' is not UTF-8"):
-        score(["kivi-2"], [latin], model)
+    assert longest_window(model) == lb.fits(model, 1500, "2GB", presets=["kivi-2"]).positions == 1500
 
 
 # ---- standard errors, against closed forms --------------------------------------------------------------------------
@@ -286,10 +256,6 @@ def test_errors_of_means_know_that_neighbours_agree():
     assert error == pytest.approx(float(of_blocks.std() / 20), rel=0.1)
     assert error_of_mean(torch.randn(400 * 128, dtype=torch.float64)) < 0.2 * error
     assert error_of_mean(torch.ones(200)) == 0
-
-
-def test_blocks_are_whole():
-    assert block_means(torch.arange(10.0), block=4).tolist() == [1.5, 5.5]
 
 
 def test_a_ratio_of_pairs_is_sharper_than_its_parts():
@@ -308,12 +274,3 @@ def test_the_error_of_a_ratio_is_that_of_the_delta_method():
     found, error = ratio([x.tolist()], [y.tolist()])
     assert found == pytest.approx(0.5, abs=0.01)
     assert error == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [([[1.0, 2.0]], [[1.0, 2.0, 3.0]]), ([], []), ([[1.0]], [[1.0]]), ([[1.0, 2.0]] * 2, [[1.0, 2.0]])],
-)
-def test_what_cannot_be_paired_is_refused(ours, theirs):
-    with pytest.raises(ValueError, match="they must be those of the same texts, two or more of each"):
-        ratio(ours, theirs)

@@ -79,7 +79,9 @@ def test_greedy_continuations_are_recognised(models, reader):
     assert (right.greedy, wrong.greedy) == (True, False)
 
 
-@pytest.mark.parametrize("preset", ["kivi-2", "kitty-pro", "kv4-hadamard"])
+@pytest.mark.parametrize(
+    "preset", ["kitty-pro", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kivi-2", "kv4-hadamard"))]
+)
 def test_packed_history_is_that_of_decoding(models, reader, preset):
     texts = contexts()
     scores = reader(preset).score(texts)
@@ -89,7 +91,7 @@ def test_packed_history_is_that_of_decoding(models, reader, preset):
     assert max(abs(score.logprob - logprob) for score, (logprob, _) in zip(scores, exact, strict=True)) > 0.1
 
 
-@pytest.mark.parametrize("preset", ["kivi-2", "kitty"])
+@pytest.mark.parametrize("preset", ["kivi-2", pytest.param("kitty", marks=pytest.mark.slow)])
 def test_results_depend_neither_on_the_batch_nor_on_other_texts(reader, preset):
     texts = contexts()
     one, eight = (reader(preset, batch_size=size) for size in (1, 8))
@@ -197,10 +199,3 @@ def test_other_layers_are_read_row_by_row(family):
     scores = reader.score(texts)
     for score, (logprob, _) in zip(scores, plain(theirs, texts), strict=True):
         assert score.logprob == pytest.approx(logprob, abs=1e-3)
-
-
-def test_bad_input(models, reader):
-    with pytest.raises(ValueError, match="start=0 is not allowed for a text of 3 tokens"):
-        reader("full").score([Text([1, 2, 3], 0)])
-    with pytest.raises(ValueError, match="chunk=0 is not allowed"):
-        reader("full", chunk=0)

@@ -153,10 +153,8 @@ def test_kitty_cache():
     ("options", "message"),
     [
         ({"boost": 1.5}, r"ratio=1.5 \(boost\) is not allowed; it must be a number from 0 to 1"),
-        ({"boost": float("nan")}, r"ratio=nan \(boost\) is not allowed"),
         ({"boost": 0.01}, r"ratio=0.01 .* gives no whole channel of head_dim=64; the nearest that does: 0.015625"),
         ({"score": "size"}, "score='size' is not known; allowed: .*'magnitude'"),
-        ({"bits_v": 3}, "bits=3 is not offered"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -169,9 +167,7 @@ def test_bad_arguments(options, message):
     ("make", "message"),
     [
         (lambda: Boosted(0.5, bits=4, boosted_bits=8), "bits=4 with boosted_bits=8 is not offered; allowed: 2 with 4"),
-        (lambda: Boosted(0.5, "random", seed=-1), "seed=-1 is not allowed"),
         (lambda: parse_format("boosted2-r0.5-variance7"), "format='boosted2-r0.5-variance7' is not known"),
-        (lambda: parse_format("boosted2"), "format='boosted2' is not known; allowed: .*boosted2-r<ratio>"),
         (
             lambda: lb.from_preset("kitty", tiny_config("llama"), bits_k=4),
             "bits_k=.* is not allowed: key_format 'boosted2-r0.125' .* allowed: boost, score",

@@ -11,9 +11,6 @@ from ranks import run_ranks
 from sign_format import Sign, registries  # noqa: F401  (a fixture)
 
 import hf_lowbit_kv as lb
-from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import read_pages
 from hf_lowbit_kv.storage.step import StepInputs
 
 
@@ -39,13 +36,6 @@ def test_a_new_format_generates(registered, options):
     cache = caches[0]
     assert cache.nbytes.codes > 0
     assert cache.spec.key_format.bits_per_value(64, 32) == 1 + 16 / 64
-
-
-def test_a_format_without_kernels_is_refused_where_kernels_are_asked_for(registered):
-    pytest.importorskip("triton")
-    setup = choice.LayerSetup(torch.device("cuda"), torch.float16, LayerSpec(Sign(), Sign()))
-    with pytest.raises(ValueError, match=r"format 'sign' has no Triton kernels.*Use backend='torch'"):
-        choice.choose_backend("triton", setup)
 
 
 # ---- parameters ---------------------------------------------------------------------------------------------------------
@@ -104,24 +94,6 @@ def test_codebooks_and_calibrated_transforms_generate(method, options, backend):
     assert not torch.equal(packed, ours.generate(ids, **generate))
 
 
-def test_padded_rows_hold_what_they_hold_alone(method):
-    ours, _ = models_of()
-    ids, mask = left_padded(3, 90)
-    cache = cache_for(ours)
-    together = ours.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
-    for row in range(3):
-        single = cache_for(ours)
-        text = ours.generate(ids[row : row + 1, 7 * row :], past_key_values=single, **GREEDY)
-        assert torch.equal(text[0], together[row, 7 * row :])
-        for one, other in zip(single.packed_layers, cache.packed_layers, strict=True):
-            full = int(one.store.state.paged[0, 0]) // 32
-            pages = (
-                read_pages(x.store.state.pool, x.store.state.page_table[r, :full]) for x, r in ((one, 0), (other, row))
-            )
-            assert full >= 2
-            assert torch.equal(*pages)
-
-
 @pytest.mark.parametrize("options", [{}, {"max_cache_len": 200}], ids=str)
 def test_copies_and_crop(method, options):
     ours, _ = models_of()
@@ -138,18 +110,6 @@ def test_copies_and_crop(method, options):
         twin.crop(-60)
         assert int(twin.packed_layers[0].store.state.length[0, 0]) == 41
         assert ours(step, past_key_values=twin).logits.isfinite().all()
-
-
-def test_it_can_be_saved(method, tmp_path):
-    ours, _ = models_of()
-    cache = cache_for(ours)
-    ids, _ = left_padded(1, 80)
-    with torch.no_grad():
-        ours(ids, past_key_values=cache)
-        torch.save(cache, tmp_path / "cache.pt")
-        loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
-        step = torch.tensor([[5]])
-        assert torch.equal(ours(step, past_key_values=loaded).logits, ours(step, past_key_values=cache).logits)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

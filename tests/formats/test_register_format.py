@@ -147,14 +147,6 @@ def test_a_page_that_does_not_come_back_is_refused(message):
     lb.register_format(_changed())
 
 
-def test_a_class_that_is_no_frozen_dataclass_is_refused():
-    class Plain(Sign):
-        name = "plain"
-
-    with pytest.raises(TypeError, match="cls=Plain must be a frozen dataclass"):
-        lb.register_format(Plain)
-
-
 def test_kernels():
     pytest.importorskip("triton")
     from hf_lowbit_kv.triton_kernels import registry
@@ -193,14 +185,9 @@ def test_on_a_gpu(kernels, nvidia_gpu, monkeypatch):
     ("name", "options", "message"),
     [
         ("kivi-2", {}, "preset name 'kivi-2' is taken"),
-        ("kitty-hadamard-sink", {}, "preset name 'kitty-hadamard-sink' is taken"),
-        ("", {}, "name='' is not allowed"),
         ("two words", {}, "name='two words' is not allowed"),
         *((name, {}, f"name='{name}' is not allowed; these names") for name in ("16-bit", "full", "all")),
-        ("mine", {"key_format": "nothing"}, "format='nothing' is not known"),
-        ("mine", {"transform": "spin"}, "spin"),
         ("mine", {"sink": -1}, "sink=-1 is not allowed"),
-        ("mine", {"attention_kind": "aloud"}, "attention_kind='aloud' is not known"),
     ],
 )
 def test_bad_presets_are_refused(name, options, message):

@@ -72,21 +72,6 @@ def test_values_in_fragment_order_hold_the_same(bits, head_dim):
     assert torch.equal(*decoded)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("static-2-tn@fragment-1", "for keys"),
-        ("static-2@fragment-1t", "for values"),
-        ("static-4422-tn@fragment-1t", "for all channels"),
-        ("static-6-tn@fragment-1t", "for all channels"),
-        ("static-4444444422222222@fragment-1", "groups of 4 channels"),
-    ],
-)
-def test_what_fragment_order_does_not_take(name, message):
-    with pytest.raises(ValueError, match=message):
-        parse_format(name).validate(64, PAGE)
-
-
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_gaussian_numbers_lose_what_theory_says(bits):
     """Closed form: the mean squared error of the best uniform quantizer of that many bits."""
@@ -179,15 +164,6 @@ def test_centers_of_values():
     center, _ = calibrator.fit(pages, 0)
     assert bool((center[1] == 0).all())
     assert bool((center[2] > 5).all())
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [("", "digits"), ("27", "digits"), ("00", "no channel"), ("222", "3 groups"), ("1" + "0" * 31, "do not fill")],
-)
-def test_bad_patterns(pattern, message):
-    with pytest.raises(ValueError, match=message):
-        Static(pattern).validate(64, PAGE)
 
 
 def test_eigen_makes_channels_independent_and_keeps_scores():

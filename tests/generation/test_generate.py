@@ -76,9 +76,6 @@ def test_dense_gives_the_tokens_of_the_stock_cache(models, mode, batch, max_cach
 #: a single attention layer, and layers that stay transformers' own: sliding and recurrent ones
 EACH_KIND = ("llama", "gemma3_text", "qwen3_next")
 OTHERS = [family for family in FAMILIES if family != "llama"]
-INT4 = ("int4-channel", "int4-token")
-
-
 #: other models with the kind of layers that llama has
 LIKE_LLAMA = ("qwen3", "qwen3_moe", "mistral", "mixtral", "phi3")
 
@@ -219,17 +216,6 @@ def test_a_cache_filled_in_inference_mode_can_be_used_outside(llama, options, ma
             cache.reorder_cache(torch.arange(rows))
     results = [_generate(ours, cache, ids, mask, **options) for cache in caches]
     assert torch.equal(*results)
-
-
-def test_a_copied_prompt_can_be_continued_twice(llama):
-    ours, _ = llama
-    ids, mask = left_padded(2, 100)
-    prompt = lb.from_preset("kivi-2", ours, **SMALL_PAGES)
-    with torch.no_grad():
-        ours(ids[:, :80], attention_mask=mask[:, :80], past_key_values=prompt)
-    twice = [_generate(ours, copy.deepcopy(prompt), ids, mask) for _ in range(2)]
-    assert torch.equal(*twice)
-    assert int(prompt.get_seq_length()) == 80
 
 
 @pytest.mark.parametrize(

@@ -319,14 +319,6 @@ def test_options_that_were_changed_in_place(model, option, change):
     assert second[0].spec != first[0].spec or second[1].spec != first[1].spec
 
 
-def test_a_list_that_was_changed_in_place(model):
-    layers = [0]
-    first = layers_of(model, dense_layers=layers)
-    layers.append(1)
-    second = layers_of(model, dense_layers=layers)
-    assert [layer.spec.key_format.name for layer in (*first, *second)] == ["dense", "int2-channel", "dense", "dense"]
-
-
 @pytest.mark.parametrize("value", [True, 1.0])
 def test_numbers_that_are_equal_and_of_another_kind_are_refused_each_time(model, value):
     layers_of(model, sink=1)

@@ -59,7 +59,8 @@ def whole(model, prompt, **options):
 @pytest.mark.parametrize(
     ("entry", "tokens"),
     [
-        *(("generate", tokens) for tokens in (60, LIMIT - 5, LIMIT, LIMIT + 1, 150)),
+        *(("generate", tokens) for tokens in (LIMIT - 5, LIMIT, LIMIT + 1)),
+        *(pytest.param("generate", tokens, marks=pytest.mark.slow) for tokens in (60, 150)),
         *(
             ("enable", LIMIT - 5),
             pytest.param("enable", LIMIT, marks=pytest.mark.slow),

@@ -109,8 +109,7 @@ def test_a_prompt_that_fits_is_read_whole(model, memory, capsys):
     assert "chunks" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [None, "auto"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "size"), [(1, "auto"), (3, None)])
 def test_a_prompt_that_does_not_fit_is_read_in_the_largest_chunks_that_do(model, memory, capsys, size, rows):
     need = Need(1e6, 1e4, 0, 5e5)
     fake = memory((need.whole(3 * GRANULE + 5) + need.stored) / prefill.USABLE, need)
@@ -123,8 +122,7 @@ def test_a_prompt_that_does_not_fit_is_read_in_the_largest_chunks_that_do(model,
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize(("rows", "options"), [(3, {}), (1, {"num_return_sequences": 2, "do_sample": True})])
 def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, options):
     in_place_of_graphs(monkeypatch)
     need = Need(1e6, 1e4, 0, 5e5)
@@ -141,8 +139,7 @@ def test_an_enabled_model_reads_in_chunks_too(model, memory, monkeypatch, rows, 
     assert prompts(fake) == [TOKENS]  # transformers prefills in chunks of the caller's size
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("place", ["argument", "config"])
+@pytest.mark.parametrize(("graphs", "place"), [(True, "argument"), (False, "config")])
 def test_sizes_that_transformers_does_not_know_on_an_enabled_model(model, memory, monkeypatch, graphs, place):
     if graphs:
         in_place_of_graphs(monkeypatch)

@@ -33,7 +33,7 @@ def replays(graphs):
     [
         family
         if family in ("llama", "gemma2", "gpt_oss", "qwen3_next")
-        else pytest.param(family, marks=pytest.mark.newest)
+        else pytest.param(family, marks=pytest.mark.newest if family == "gemma4_text" else pytest.mark.slow)
         for family in RECORDED
     ],
 )

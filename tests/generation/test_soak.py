@@ -303,32 +303,3 @@ def test_caches_that_stay_are_seen(monkeypatch):
     found = faults(*run(Soak(("kivi-4-sink",), torch.device("cpu"), 64), 18, 6, 3))
     assert "caches grew by 2, and 0 is allowed" in found
     assert "6 caches are left after lb.release" in found
-
-
-CALM = {"allocated": 10, "caches": 4}
-
-
-def counted(values, **others):
-    return [CALM | others | {"allocated": value} for value in values]
-
-
-@pytest.mark.parametrize(
-    ("values", "grown"),
-    [
-        ([1, 5, 9, 9, 9, 9], 0),  # warm-up is the first third
-        ([9, 9, 9, 9, 1, 1], 0),
-        ([9, 9, 3, 9, 9, 3], 0),  # up and down
-        ([1, 2, 3, 4, 5, 6], 2),
-        ([1, 1, 1, 1, 1, 8], 7),
-        ([0, 1, 2], 1),
-        ([0, 0, 0, 1, 1, 1, 1], 0),
-        ([0, 0, 0, 1, 1, 2, 2], 1),
-    ],
-)
-def test_growth(values, grown):
-    assert growth(counted(values)) == {"allocated": grown, "caches": 0}
-
-
-def test_growth_needs_three_rounds():
-    with pytest.raises(ValueError, match="samples are 2; 3 or more are needed"):
-        growth(counted([1, 2]))

@@ -134,6 +134,7 @@ def test_what_changes_is_in_force_in_the_next_call(model, source):
     assert check(model, 1, **source.options) is first
 
 
+@pytest.mark.parametrize("source", ["text", "object"], indirect=True)
 def test_outdated_caches_do_not_pile_up(model, source):
     first = weakref.ref(check(model, 1, **source.options))
     for number in range(2, 5):
@@ -178,15 +179,6 @@ def test_the_same_numbers_elsewhere_serve_the_same_cache(model, tmp_path):
     assert check(model, 1) is layer
     parameters = {layer: {NAME: factors(1)} for layer in range(2)}
     assert check(model, 1, cache_options={**OPTIONS, "parameters": parameters}) is layer
-
-
-def test_a_preset_without_parameters_does_not_depend_on_calibrations(model):
-    def layer():
-        return written(model, cache_options=SMALL_PAGES).packed_layers[0]
-
-    first = layer()
-    LookedUp(model, Path())
-    assert layer() is first
 
 
 def test_files_that_are_added_replaced_and_removed(model, tmp_path):
@@ -315,16 +307,6 @@ def test_tensors_of_inference_mode_have_no_version(model):
     check(model, 3, **options)
 
 
-def test_calibration_given_twice_is_refused(model):
-    options = {**OPTIONS, "calibration": "b.safetensors"}
-    message = r"calibration= and cache_options\['calibration'\] are both given"
-    with pytest.raises(ValueError, match=message):
-        written(model, calibration="a.safetensors", cache_options=options)
-    calibration = calibration_of(model, 1)
-    layer = check(model, 1, calibration=calibration, cache_options={**OPTIONS, "calibration": None})
-    assert check(model, 1, cache_options={**OPTIONS, "calibration": calibration}) is layer
-
-
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("kind", ["text", "looked_up", "object", "mapping", "for_layer"])
 def test_an_enabled_model_follows_too(kind, recorded, model, tmp_path, monkeypatch):
@@ -368,12 +350,3 @@ def test_caches_of_one_file_have_tensors_of_their_own(kind, half, model, tmp_pat
     cache.packed_layers[1].parameters[NAME].mul_(2)
     lb.release(model)
     assert torch.equal(held(written(model, **source.options)), want)
-
-
-@pytest.mark.parametrize("kind", ["text", "looked_up"])
-def test_inference_mode_does_not_hash_again(kind, model, tmp_path, monkeypatch):
-    source = SOURCES[kind](model, tmp_path)
-    with torch.inference_mode():
-        layer = check(model, 1, **source.options)
-        monkeypatch.setattr(content_digests.hashlib, "blake2b", lambda *_, **__: pytest.fail("is done again"))
-        assert check(model, 1, **source.options) is layer

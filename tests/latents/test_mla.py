@@ -161,29 +161,6 @@ def test_an_error_in_the_model_leaves_the_method_restored(monkeypatch):
     assert not replaced(ours)
 
 
-def test_weights_are_never_stale():
-    ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
-    inputs = prompt()
-    cache = lb.from_preset("mla", ours, **SMALL_PAGES)
-    tokens = {"max_new_tokens": 8, **GREEDY}
-    ours.generate(**inputs, past_key_values=cache, **tokens)
-    change = torch.Generator().manual_seed(1)
-    state = {name: torch.randn(x.shape, generator=change) * x.std() if "kv_b" in name else x
-             for name, x in theirs.state_dict().items()}  # fmt: skip
-    theirs.load_state_dict(state)
-    ours.load_state_dict(state)
-    cache.reset()
-    expected = theirs.generate(**inputs, **tokens)
-    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), expected)
-    for attention in attentions(ours) + attentions(theirs):  # what merging an adapter does
-        attention.kv_b_proj.weight.data.add_(torch.eye(*attention.kv_b_proj.weight.shape))
-    cache.reset()
-    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), theirs.generate(**inputs, **tokens))
-    ours.to(torch.float64), theirs.to(torch.float64)
-    cache.reset()
-    assert torch.equal(ours.generate(**inputs, past_key_values=cache, **tokens), theirs.generate(**inputs, **tokens))
-
-
 def test_quantized_layers_are_dequantized_once_and_adapters_at_every_step():
     ours, theirs = tiny_models("deepseek_v3", **DENSE_MLP)
     inputs, tokens = prompt(), {"max_new_tokens": 8, **GREEDY}
@@ -226,13 +203,6 @@ def test_fp8_weights_with_a_scale_a_block():
     full = torch.cat([layer.weight[:128].float(), layer.weight[128:].float() * 3]).view(4, 64, 128)
     assert torch.equal(keys, full[:, :32])
     assert torch.equal(values, full[:, 32:])
-
-
-def test_weights_are_shared_not_copied(models):
-    attention = attentions(models[0])[0]
-    keys, values = latent_attention.UpProjection(attention).matrices(torch.float32)
-    assert keys.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
-    assert values.untyped_storage().data_ptr() == attention.kv_b_proj.weight.untyped_storage().data_ptr()
 
 
 class Largest(TorchDispatchMode):
@@ -334,12 +304,6 @@ def test_a_copy_of_the_model_is_not_served(at_work):
     cache = lb.from_preset("mla", ours, **SMALL_PAGES)
     with pytest.raises((ValueError, AttributeError), match=r"[Mm]ake the cache from the model that runs"):
         twin(**prompt(), past_key_values=cache)
-
-
-def test_an_older_transformers_is_named(models, monkeypatch):
-    monkeypatch.delattr(type(attentions(models[0])[0]), "expand_kv")
-    with pytest.raises(ValueError, match="no method 'expand_kv'"):
-        lb.MLAFP8Cache(models[0])
 
 
 def test_a_cache_outlives_no_model():

@@ -25,6 +25,7 @@ from page_examples import ROOT, Page, Registry, find_command, pages, shell_lines
 
 #: pages that take more than some seconds
 LONG = {
+    "docs/add-a-format.md",  # tests/formats/test_register_format.py runs its first example
     "docs/protocols.md",
     "docs/several-gpus.md",
     "docs/several-machines.md",

@@ -113,7 +113,7 @@ def test_shared_prefixes(models, ours, monkeypatch):
 
 
 @needs_release
-@pytest.mark.parametrize("batching", [{}, {"max_requests_per_batch": 2}, {"allow_block_sharing": False}])
+@pytest.mark.parametrize("batching", [{"max_requests_per_batch": 2}, {"allow_block_sharing": False}])
 def test_forks(models, ours, batching):
     generation = config()
     generation.num_return_sequences = 3  # of a greedy search: all three are equal to `generate`'s one

@@ -1,16 +1,11 @@
 """`lb.generate_many`: the output of a request does not depend on other requests."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from generation_cases import StopAt
 from pool_cases import CHUNK, FIXED, Collected, many, one_row, tokens_of, transformers_own
 from tiny_tokenizers import letters
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
@@ -127,7 +122,7 @@ def test_shared_prefixes_go_where_memory_is_needed(models, texts):
     assert tokens_of(found) == transformers_own(theirs, prompts, 12)
 
 
-@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 5])
 def test_several_sequences_of_a_prompt(models, texts, rows):
     """Forked where there is room, else read again: the same texts, and each has a seed of its own."""
     ours, theirs = models
@@ -331,13 +326,6 @@ def test_probabilities_that_are_not_finite_end_one_request(models, texts, where)
 # ---- the order of things ---------------------------------------------------------------------------------------------
 
 
-def test_a_short_request_ends_before_a_long_one_that_was_given_first(model, texts):
-    requests = [{"input_ids": texts[0], "max_new_tokens": 100}, {"input_ids": texts[1], "max_new_tokens": 5}]
-    found = list(lb.generate_many(model, requests, do_sample=False, as_completed=True, **FIXED))
-    assert [result.index for result in found] == [1, 0]
-    assert [len(result.generated_tokens) for result in found] == [5, 100]
-
-
 def test_an_iterator_is_read_as_rows_become_free(model, texts):
     taken = []
 
@@ -402,29 +390,3 @@ def test_steps_are_few(model, monkeypatch):
     assert [len(result.generated_tokens) for result in found] == lengths
     assert len(taken) <= 1.05 * ideal_steps(lengths, 8)
     assert sum(taken) == sum(lengths) - len(lengths)
-
-
-def test_no_history_is_unpacked_into_one_tensor(model, texts, monkeypatch):
-    """What a gather of the stored tokens would need is not called."""
-    from hf_lowbit_kv.backends import operations
-
-    def refuse(*args):
-        raise AssertionError("the history was read back")
-
-    monkeypatch.setattr(operations, "read", refuse)
-    found = lb.generate_many(model, texts, max_new_tokens=5, do_sample=False, **FIXED)
-    assert [result.error for result in found] == [None] * 5
-
-
-def test_the_code_of_the_page_runs(model, capsys, monkeypatch, tmp_path):
-    """All blocks of docs/many-requests.md. tests/package/test_examples.py runs those of docs/server.md."""
-    for loader, what in ((AutoModelForCausalLM, model), (AutoTokenizer, letters())):
-        monkeypatch.setattr(loader, "from_pretrained", lambda *_, what=what, **__: what)
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).resolve().parents[2] / "docs" / "many-requests.md").read_text(encoding="utf-8")
-    known = {}
-    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(compile(block.replace("max_new_tokens=200", "max_new_tokens=8"), "many-requests.md", "exec"), known)
-    out = capsys.readouterr().out
-    assert all(f"q{number} " in out for number in range(4))
-    assert "lower max_new_tokens or shorten the prompt" in out

@@ -59,24 +59,19 @@ BAD = {
     "a program that takes memory": (variables(chat_template=DOUBLES), "chat_template_kwargs"),
     "padding": (variables(padding="max_length", max_length=10**8), "chat_template_kwargs"),
     "a global": (variables(raise_exception=1), "chat_template_kwargs"),
-    "a long variable": (variables(fast="a" * 70_000), "chat_template_kwargs"),
     "ngrams of the prompt": (settings(encoder_no_repeat_ngram_size=10**9), "generation_config"),
     "a watermark": (settings(watermarking_config={"seeding_scheme": "selfhash"}), "generation_config"),
     "beams": (settings(num_beams=2), "generation_config"),
     "many bad words": (settings(bad_words_ids=[[1, 2]] * 17), "generation_config"),
     "bad words of other models": (settings(bad_words_ids=[[10**6]]), "generation_config"),
-    "ends of other models": (settings(eos_token_id=-1), "generation_config"),
     "a small temperature": (settings(temperature=1e-300, do_sample=True), "generation_config"),
-    "a list": (chat(generation_config="[1]"), None),
     "half a character in a setting": (settings(**{"\ud800": 1}), "generation_config"),
     "a long list": (chat(generation_config=json.dumps({"eos_token_id": [1] * 10**5})), "generation_config"),
     "many stops": (chat(stop=["a"] * 17), "stop"),
     "a long stop": (chat(stop="a" * 257), "stop"),
-    "many biases": (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
     "many messages": (chat(messages=[{"role": "user", "content": "5"}] * 2049), "messages"),
     "many tools": (chat(tools=TOOLS * 129), "tools"),
     "a tool that must be called": (chat(tools=TOOLS, tool_choice="required"), "tool_choice"),
-    "one tool call at most": (chat(tools=TOOLS, parallel_tool_calls=False), "parallel_tool_calls"),
     "a long prompt": (chat("5 " * 3_600_000), "messages"),
     "a prompt of many tokens": (chat("5 " * 1_500_000), "messages"),
     "too many tokens": (chat(max_tokens=10**6), None),
@@ -85,16 +80,11 @@ BAD = {
     "NaN": ('{"messages": [{"role": "user", "content": "5"}], "top_p": NaN}', None),
     "nested deeply": ('{"messages": ' + "[" * 100_000, None),
     "a number of 5000 digits": ('{"max_tokens": ' + "9" * 5000 + "}", None),
-    "no object": ("[1]", None),
     "another role": (chat(messages=[{"role": "system", "content": "5"}]), None),
     "arguments that are no JSON": (
         chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]),
         None,
     ),
-    "messages that are numbers": (chat(messages=[5]), None),
-    "parts that are texts": (chat(messages=[{"role": "user", "content": ["5"]}]), None),
-    "tools that are a number": (chat(tools=5), None),
-    "variables that are a list": (chat(chat_template_kwargs=["fast"]), None),
 }
 
 
@@ -124,7 +114,7 @@ def test_fields_of_completions_that_would_change_the_text(here, field):
 
 @pytest.mark.parametrize(
     "text",
-    ['<tool_call>{"name": "now"}', "<tool_call>[1, 2]", "<tool_call>5", "<tool_call>{", "<tool_call>{oops</tool_call>"],
+    ['<tool_call>{"name": "now"}', "<tool_call>[1, 2]", "<tool_call>{oops</tool_call>"],
 )
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_tool_call_that_is_none_is_text(here, stream, text, streamed):

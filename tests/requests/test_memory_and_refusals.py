@@ -2,7 +2,6 @@
 thousand requests leave nothing: no objects, no memory, no pages."""
 
 import gc
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -113,11 +112,11 @@ def test_calls_of_two_threads_follow_each_other(model, texts):
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", ["3MB", "700 kB", 5_000_000])
+@pytest.mark.parametrize("memory", ["700 kB", pytest.param(3_000_000, marks=pytest.mark.slow)])
 def test_memory_is_kept_to(model, pools, memory):
-    requests = ({"input_ids": torch.randint(3, 158, (200,))} for _ in range(12))
+    requests = ({"input_ids": torch.randint(3, 158, (200,))} for _ in range(6))
     found = lb.generate_many(model, requests, max_new_tokens=10, do_sample=False, memory=memory, **FIXED)
-    assert [result.error for result in found] == [None] * 12
+    assert [result.error for result in found] == [None] * 6
     assert pools[0].slots >= 1
 
 
@@ -194,36 +193,15 @@ def test_one_long_request_fits_beside_many_short_ones(model, texts, pools):
     assert pools[1].slots > 1
 
 
-def test_many_small_requests_do_not_grow(model):
-    import gc
-
-    def held():
-        gc.collect()
-        return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
-
-    begin = time.perf_counter()
-    counts = []
-    requests = ({"input_ids": [3 + number % 100, 5], "max_new_tokens": 2} for number in range(300))
-    for number, _ in enumerate(lb.generate_many(model, requests, max_rows=8, as_completed=True, **FIXED)):
-        if number in (100, 290):
-            counts.append(held())
-    assert counts[1] <= counts[0] + 20
-    assert time.perf_counter() - begin < 60
-
-
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "num_beams": (4, "num_beams=4"),
-    "pixel_values": (torch.zeros(1), "'pixel_values' is not known"),
     "max_new_tokenz": (3, "'max_new_tokenz' is not known: .* did you mean 'max_new_tokens'"),
     "per_layer": ({}, r"'per_layer' is .* pass it as lb.generate_many\(\.\.\., cache_options=\{'per_layer'"),
-    "penalty_alpha": (0.6, "contrastive"),
     "output_scores": (True, "output_scores=True"),
     "past_key_values": (1, "past_key_values"),
     "stop_strings": (["a"], "tokenizer=None: stop_strings"),
-    "max_new_tokens": (0, "max_new_tokens=0"),
-    "top_k": (-1, "top_k=-1"),
     "sequence_bias": ([[[400], 1.0]], "sequence_bias: token 400"),
 }
 
@@ -248,7 +226,6 @@ def test_bad_requests_of_a_list_are_results_with_errors(models, texts, way):
         ({"input_ids": texts[1], "num_beams": 4}, "num_beams=4"),
         ({"input_ids": texts[1], "temperature": 0.0, "do_sample": True}, "`temperature`"),
         (5, "5 is not allowed"),
-        (b"abc", "b'abc' is not allowed"),
         ({"input_ids": 5}, "TypeError"),
         ({"input_ids": texts[1], "watermarking_config": 5}, "AttributeError"),
     ]
@@ -264,24 +241,14 @@ def test_bad_requests_of_a_list_are_results_with_errors(models, texts, way):
     assert tokens_of([results[0], results[-1]]) == transformers_own(theirs, [texts[0], texts[2]], 4)
 
 
-@pytest.mark.parametrize("as_completed", [False, True])
-@pytest.mark.parametrize("kind", [list, iter], ids=["list", "iterator"])
-def test_no_requests_have_no_results(model, pools, kind, as_completed):
-    assert list(lb.generate_many(model, kind([]), max_new_tokens=3, as_completed=as_completed, **FIXED)) == []
-    assert kind is iter or not pools
-
-
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
         ("a text", "requests must be a list"),
-        (torch.zeros(2, 3), "requests must be a list"),
         ([[], ""], r"request 0: \[\] is not allowed"),
         ([[3, 400]], "request 0: token 400"),
-        ([{"input_ids": [3, 4], "attention_mask": [0, 0]}], "has no token"),
         ([torch.zeros(2, 3, dtype=torch.long)], "a batch is several requests"),
         (["a text"], "tokenizer=None"),
-        ([{"prompt": "a", "input_ids": [1]}], "must have one of"),
     ],
 )
 def test_requests_that_are_none(model, pools, requests, message):
@@ -300,9 +267,7 @@ def test_a_model_without_weights_in_memory_is_refused(pools):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory": "much"}, "much"),
         ({"memory": 1000}, "memory=1000 bytes are too few"),
-        ({"max_rows": 0}, "max_rows=0"),
         ({"prefill_chunk_size": "auto"}, "prefill_chunk_size='auto'"),
         ({"preset": "kivi-5"}, "kivi-5"),
         ({"streamer": Collected()}, "streamer is not allowed for all"),

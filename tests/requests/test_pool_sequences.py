@@ -328,7 +328,7 @@ def _in_another_layout(contents: Contents) -> Contents:
 
 
 #: sequences of all kinds together
-FAST, ALL = 120, 5000
+FAST, ALL = 60, 5000
 
 
 def explore(kind: str, count: int) -> int:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,16 +162,10 @@ def test_stop_ends_the_row(served, expected):
     ("options", "message"),
     [
         ({"max_tokens": 10**7, "stream": True}, "prompt tokens plus max_new_tokens=10000000 exceed the"),
-        ({"max_tokens": 0}, "max_tokens=0"),
         ({"response_format": {"type": "json_object"}}, "response_format="),
-        ({"extra_body": {"nonsense": 1}}, "nonsense"),
-        ({"temperature": "0.5"}, "temperature='0.5'"),
-        ({"top_p": 1.5}, "top_p=1.5"),
-        ({"extra_body": {"messages": []}}, "messages="),
         ({"extra_body": {"generation_config": '{"watermarking_config": 5}'}}, "watermarking_config=5"),
         ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
         ({"extra_body": {"messages": [{"role": "system", "content": "5"}]}}, "no system message"),
-        ({"logit_bias": {"400": 1}}, "token 400"),
         ({"logit_bias": {"5": 1000}}, "logit_bias="),
     ],
 )
@@ -181,10 +174,6 @@ def test_what_cannot_be_honoured_is_refused(served, expected, options, message):
         served.chat(**options)
     assert message in refused.value.body["message"]
     assert served.text() == expected(PROMPT)  # and the loop lives
-
-
-def test_an_empty_message_is_one(served):
-    assert served.chat(content="").choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("prompt", ["", ["a", "b"]], ids=str)
@@ -369,11 +358,3 @@ def test_addresses_that_the_machine_does_not_have(monkeypatch):
     known("203.0.113.1")
     with pytest.raises(ValueError, match="host='localhost', port=0 cannot be listened to: Cannot assign"):
         openai_server.bind("localhost", 0)
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
-def test_the_url_is_one(host):
-    from hf_lowbit_kv.requests.server.openai_server import url_of
-
-    url = urllib.parse.urlsplit(url_of(host, 8000))
-    assert (url.hostname, url.port) == (host, 8000)

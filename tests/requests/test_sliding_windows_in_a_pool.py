@@ -31,6 +31,17 @@ def models(request, one_thread):
     return tiny_models(request.param)
 
 
+#: what does not depend on a family's attention, once in every run
+one_family = pytest.mark.parametrize(
+    "models",
+    [
+        "gpt_oss",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES, "gemma3_text") if family != "gpt_oss"),
+    ],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module")
 def gemma(one_thread):
     return tiny_models("gemma3_text")
@@ -42,6 +53,7 @@ def texts():
 
 
 @pytest.mark.host
+@one_family
 def test_dense_pages_write_what_transformers_writes(models, texts):
     """Prompts shorter and longer than the window and than a chunk; more requests than rows."""
     ours, theirs = models
@@ -50,13 +62,17 @@ def test_dense_pages_write_what_transformers_writes(models, texts):
     assert len({token for result in found for token in result.generated_tokens}) > 3
 
 
+@one_family
 def test_packed_pages_write_what_one_row_writes(models, texts):
     ours, _ = models
     found = many(ours, texts, "kivi-4-sink", NEW, max_rows=3)
     assert tokens_of(found) == [one_row(ours, text, "kivi-4-sink", 26) for text in texts]
 
 
-@pytest.mark.parametrize("name", ["llama4_text", "gemma3n_text", "gemma4_text", "cohere2"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama4_text", "gemma3n_text", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4_text", "cohere2"))],
+)
 def test_orders_of_layers_of_other_models(name, texts, one_thread):
     """Attention in chunks instead of windows; Gemma 3n and small Gemma 4, whose last layers have no keys of their own."""
     model, own = tiny_model(name, "lowbit_kv"), tiny_model(name)
@@ -89,6 +105,7 @@ def test_logits_are_those_of_transformers_cache(models, texts):
         poison(steps.pool)
 
 
+@one_family
 def test_rows_that_come_and_go_are_recorded(models, monkeypatch, texts):
     ours, _ = models
     expected = [one_row(ours, text) for text in texts]
@@ -155,13 +172,6 @@ def test_a_fork_has_a_ring_of_its_own(gemma, texts):
         steps.newest[fork.slot] = token
     answers += [decode(steps, [row, *forks])[0] for _ in range(39)]
     assert answers == expected
-
-
-def test_several_sequences_of_a_prompt(gemma, texts):
-    requests = [{"input_ids": text, "seed": seed, "num_return_sequences": 3} for seed, text in enumerate(texts[3:5])]
-    found = many(gemma[0], requests, new_tokens=15, max_rows=4, do_sample=True)
-    assert tokens_of(found[::3]) == transformers_own(gemma[1], texts[3:5], 15, do_sample=True)
-    assert len({tuple(tokens) for tokens in tokens_of(found)}) == 6
 
 
 def test_one_pool_serves_later_requests_and_cancelled_ones_leave_no_trace(gemma, texts):
@@ -262,7 +272,9 @@ def test_a_row_without_probabilities_leaves_no_trace_in_its_ring(gemma, texts, m
 # ---- models that also read images -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_unified", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "name", ["gemma4_unified", "qwen2_vl", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma3", "gemma4"))]
+)
 def test_texts_for_a_model_that_also_reads_images(name, texts, one_thread, monkeypatch):
     """The class that a checkpoint with a vision tower is loaded as. Qwen2-VL has positions of three kinds; masks of Gemma 4
     unified have a part for images even if there is none."""

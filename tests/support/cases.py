@@ -39,6 +39,19 @@ FORMAT_CASES = [
 FORMATS = [case.values[0] for case in FORMAT_CASES]
 
 
+def with_windows(*windows: tuple) -> list:
+    """Each format with the first window. With the second one few formats are fast: two whose tokens go into pages one by one,
+    and in groups. The rest is slow."""
+    cases = []
+    for case in FORMAT_CASES:
+        (formats,) = case.values
+        for number, window in enumerate(windows):
+            fast = number == 0 or (number == 1 and formats[0] in ("int2-channel", "int8-token"))
+            marks = case.marks if fast else (*case.marks, _SLOW)
+            cases.append(pytest.param(formats, *window, marks=marks, id=f"{'/'.join(formats)}-{window}"))
+    return cases
+
+
 def every_preset() -> list[str]:
     """The listed presets, and those as in the papers that store something else: one for each spec."""
     first: dict[LayerSpec, str] = {}

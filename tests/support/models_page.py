@@ -1,5 +1,4 @@
-"""Writes `docs/models.md`, the supported models: `python tests/support/models_page.py` (about an hour on
-a CPU).
+"""Fills `docs/models.md`, the supported models: `python tests/support/models_page.py` (about an hour on a CPU).
 
 For every decoder architecture of transformers, a small model with random weights writes after a prompt of 90 tokens: by
 `model.generate` with a cache in the model's dtype, growing and preallocated, by `lb.generate`, and under `lb.enable`. Its
@@ -55,93 +54,6 @@ KINDS = ("token_type_ids", "mm_token_type_ids")
 #: small pages, which 90 tokens fill
 SMALL: dict[str, Any] = {"page_size": 32, "residual": 32, "backend": "torch"}
 
-
-PAGE_TEXT = """# Supported models
-
-{served} of the {tried} decoder architectures of transformers {version} are supported.
-Search this page for the `model_type` of your model: `model.config.model_type`, or the field in its `config.json`.
-
-## Popular model families
-
-| column | meaning |
-|---|---|
-| packed | how many layers store packed tokens; [more](#supported) |
-| head_dim | channels of a head in these layers, of keys / values where they differ; other sizes of a family may have others |
-| preset | the one to begin with. [How much it loses](choose.md#will-it-break-my-model); [other presets](choose.md) |
-
-{families}
-Some configurations of {all_sliding} set `sliding_window`, for example
-Mistral-7B-v0.1 and Phi-3-mini-4k. Then all layers are sliding: nothing is packed, and making a cache raises an error.
-`from_pretrained(..., sliding_window=None)` loads such a model with full attention: texts of up to `sliding_window` tokens are
-computed as before.
-
-## Supported
-
-| column | meaning |
-|---|---|
-| packed | how many layers of the tested model pack tokens. The others (sliding, linear, recurrent) keep transformers' own |
-| fused | which parts of a recorded step fused kernels compute ([how](dev/recording.md#fused-pieces)) |
-| calibrated | whether calibrated presets (`eigen-*`, `vecinfer-*`) work; most `eigen-*` do not with head_dim 80 or 96 |
-
-In Gemma 3n and the small sizes of Gemma 4 the last layers attend to keys and values of earlier layers, and store none. So
-the newest tokens are stored when the last of these layers has attended. All ways to generate work with them.
-
-{generation} [`lb.generate_many`](many-requests.md#which-models)
-and the server work with those that have no linear or recurrent layers. With transformers before 5.20 preallocated
-caches, and with them `lb.generate`, fail in Llama 4: its masks get an argument that they do not take.
-
-{served_table}
-## Text and images
-
-These vision-language models accept a text with an image. Tokens of the image are stored like those of text. The
-vision tower keeps its own attention. The table above has only the text models of such architectures.
-
-{image_table}
-Models of the Qwen-VL kind keep positions outside of their cache (`rope_deltas`). A low-bit cache remembers those of its
-text. `lb.generate` and enabled models restore them in the model before the text continues: after other texts, in a fork,
-or in another process. A plain `model.generate` that would continue with another text's positions raises an error.
-
-## RoPE that changes with the length
-
-Rotary embeddings of the kinds `longrope` and `dynamic` change at a length: `original_max_position_embeddings` tokens for
-`longrope`, `max_position_embeddings` for `dynamic`. Stored keys keep the embeddings with which they were computed. Below
-that length there is no difference. For a text that passes it:
-
-| call | what happens |
-|---|---|
-| one call of `lb.generate`, or of an enabled model | as with transformers' cache; automatic chunks do not change the result |
-| `lb.Chat` | prefills the whole conversation again in that turn; with `dynamic`, in every later turn too |
-| `PrefixStore` | shares prefixes on the same side of that length; with `dynamic`, only below it |
-| `cache.fork()` | a fork that would pass it raises an error: `reset()` it |
-| `lb.generate_many`, the server | reject a request that may pass it |
-| your own `prefill_chunk_size`, a further turn with `cache=` | as with transformers' cache, with a warning: another answer |
-
-Phi's models (`phi3`, `phimoe`, `phi4_multimodal`) drop their cache when a text grows beyond
-`original_max_position_embeddings` (4096 tokens in Phi-3.5 and Phi-4-mini), and continue in full precision. `lb.generate` and
-enabled models keep the low-bit cache: the step that passes the length prefills the whole text again, once. A plain
-`model.generate(past_key_values=cache)` loses the cache at that length, so creating a cache for such a model warns.
-Beyond that length prompt lookup and assisted decoding give other tokens, as they do with transformers' own cache.
-
-## Not supported
-
-These models raise an error with the reason, when their cache is made or in their first forward pass.
-
-{refused_table}
-## Not tried
-
-No small model of these could be created, or transformers' own cache cannot run it:
-{untried}.
-`python tests/support/models_page.py --only NAME` prints the reason.
-
-## How these models are tested
-
-`python tests/support/models_page.py` wrote this page. It makes a small model of each architecture, with
-random weights and every kind of layer; published hybrid models may have other shares of them. `model.generate` gets two
-rows, one of them padded, with all inputs
-that a tokenizer or processor returns, and generates {new} tokens: with a growing and with a preallocated cache without
-compression. `lb.generate` and an enabled model do the same. Logits must equal those with transformers' own cache, up
-to {tolerance:g} of their standard deviation. Vision-language models get their image as pixel values.
-"""
 #: kinds of layers that are packed, as configurations name them
 PACKED_KINDS = ("full_attention", "attention")
 #: families by the names that people know, with the `model_type` of their text model
@@ -388,33 +300,36 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}" if not text else text if len(text) <= 160 else text[:157] + "..."
 
 
-def render(rows: list[ModelRow], with_images: Sequence[ModelRow]) -> str:
-    """The page. Architectures with the same results stand in one row of a table."""
+def render(rows: list[ModelRow], with_images: Sequence[ModelRow], page: str) -> str:
+    """The page with these results in the place of others. Architectures with the same results stand in one row of a table."""
     served = [row for row in rows if row.served]
     untried = [row for row in rows if row.why.startswith("not tried")]
     refused = [row for row in rows if not row.served and row not in untried]
     exceptions = "".join(f", except `{row.name}` ({row.generates})" for row in served if row.generates != "yes")
     images = [(row.served or f"no: {row.why}", row.generates) for row in with_images]
-    return PAGE_TEXT.format(
-        families=_families({row.name: row for row in served}),
-        all_sliding=all_sliding(row.name for row in served),
-        served=len(served),
-        tried=len(rows),
-        version=transformers.__version__,
-        generation="Growing and preallocated caches, `lb.generate` and `lb.enable` work with all models of the table"
-        f"{exceptions}.",
-        served_table=_grouped(
+    tables = [
+        _families({row.name: row for row in served}),
+        _grouped(
             ("packed", "fused", "calibrated"),
             ((row.name, (row.served, _kinds(row.fused), row.calibrated)) for row in served),
         ),
-        image_table=_grouped(
-            ("packed", "all ways to generate"), zip((row.name for row in with_images), images, strict=True)
-        ),
-        refused_table=_grouped(("why",), ((row.name, (reason(row.why),)) for row in refused)),
-        untried=", ".join(f"`{row.name}`" for row in untried) or "none",
-        tolerance=TOLERANCE,
-        new=len(WRITTEN),
-    )
+        _grouped(("packed", "all ways to generate"), zip((row.name for row in with_images), images, strict=True)),
+        _grouped(("why",), ((row.name, (reason(row.why),)) for row in refused)),
+    ]
+    release = f"{len(served)} of the {len(rows)} decoder architectures of transformers {transformers.__version__} are"
+    found = {
+        r"^\d+ of the \d+ decoder architectures of transformers [\d.]+ are": release,
+        r"(?<=^Some configurations of ).*?(?= set `sliding_window`)": all_sliding(row.name for row in served),
+        r"(?<= work with all models of the table).*?(?=\. )": exceptions,
+        r"(?<=own cache cannot run it:\n).*(?=\.$)": ", ".join(f"`{row.name}`" for row in untried) or "none",
+    }
+    for table in tables:  # in the place of the one with the same columns
+        head = re.escape(table.splitlines()[0])
+        found[rf"^{head}\n(?:\|.*\n)+"] = table
+    for pattern, text in found.items():
+        page, count = re.subn(pattern, lambda _, text=text: text, page, flags=re.MULTILINE)
+        assert count == 1, pattern
+    return page
 
 
 def _families(served: Mapping[str, ModelRow]) -> str:
@@ -472,7 +387,7 @@ def _grouped(columns: Sequence[str], rows: Iterable[tuple[str, tuple[str, ...]]]
         groups.setdefault(result, []).append(name)
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
     cells = [(*result, ", ".join(f"`{name}`" for name in group)) for result, group in ordered]
-    return markdown_table([*columns, "model_type"], cells).replace("---:", "---") if cells else "None."
+    return markdown_table([*columns, "model_type"], cells).replace("---:", "---")
 
 
 def main(
@@ -490,7 +405,8 @@ def main(
         result = f"{row.served}; all ways to generate: {row.generates}" if row.served else row.why
         print(f"{name}: {result} ({time.perf_counter() - begin:.1f} s)", flush=True)
     if not only:
-        out.write_text(render(rows, [examine_with_image(name) for name in VISION_ARCHITECTURES]), encoding="utf-8")
+        images = [examine_with_image(name) for name in VISION_ARCHITECTURES]
+        out.write_text(render(rows, images, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

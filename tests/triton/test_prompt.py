@@ -70,11 +70,16 @@ def _has_layout(case: Case, layout: str) -> bool:
 
 
 def _small_cases() -> list:
-    """In every run are stretches in Triton's layout, and padded rows whole in both: `test_small_read` has what differs between
-    the two."""
+    """In every run are stretches in Triton's layout, and padded rows whole: `test_small_read` has what differs between the
+    layouts."""
+    fast = [
+        *((case, "triton", 128) for case in (*SMALL[:3], SMALL[5])),
+        (SMALL[1], "cuda", None),
+        (SMALL[6], "triton", None),
+    ]
     return [
         (case, layout, stretch)
-        if (stretch == 128 and layout == "triton") or (stretch is None and case.padded)
+        if (case, layout, stretch) in fast
         else pytest.param(case, layout, stretch, marks=pytest.mark.slow)
         for case in SMALL
         for layout in LAYOUTS
@@ -104,7 +109,7 @@ def test_small_center(monkeypatch):
 
 
 @kernels.needs_interpreter
-@pytest.mark.parametrize(("stretch", "launches"), [(None, 1), (1024, 2)])
+@pytest.mark.parametrize(("stretch", "launches"), [(None, 1), pytest.param(1024, 2, marks=pytest.mark.slow)])
 def test_small_split(stretch, launches, monkeypatch):
     """Few rows over a long history are divided among programs, and merged at the end."""
     case = Case(heads=1, groups=2, tokens=3, lengths=(1500,), sinks=True)

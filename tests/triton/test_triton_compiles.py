@@ -79,7 +79,7 @@ FAST = [
     ("fp8", "fp8"),
 ]
 #: pages in the other layout: channels in groups, and static codes, whose other kernels compile for a quarter of a minute
-READ = [("int4-channel", "dense"), ("static-54222100", "static-2-tn")]
+READ = [("static-54222100", "static-2-tn")]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,10 @@ def test_codebooks_of_whole_pages(keys, values, options, compiled, monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "layout"),
-    [("fp8", "triton"), ("fp8", "cuda"), ("dense", "triton"), pytest.param("dense", "cuda", marks=pytest.mark.slow)],
+    [
+        *(("fp8", "triton"), ("fp8", "cuda")),
+        *(pytest.param("dense", layout, marks=pytest.mark.slow) for layout in ("triton", "cuda")),
+    ],
 )
 def test_latents_compile(content, layout, compiled):
     case = latent_cases.LatentCase(
@@ -152,7 +155,11 @@ def test_latents_compile(content, layout, compiled):
     assert {"prompt_kernel", "unpack_kernel"} <= set(compiled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32))],
+    ids=str,
+)
 def test_fused_pieces(dtype, compiled):
     q, k = (torch.zeros(8, n, 1, 128, dtype=dtype) for n in (32, 8))
     cos = torch.zeros(8, 1, 128, dtype=dtype)
@@ -167,8 +174,8 @@ def test_fused_pieces(dtype, compiled):
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [
-        (1, torch.float16),
         (8, torch.bfloat16),
+        pytest.param(1, torch.float16, marks=pytest.mark.slow),
         pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(8, torch.float16, marks=pytest.mark.slow),
     ],
