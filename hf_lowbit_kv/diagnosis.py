@@ -192,7 +192,7 @@ def _missing() -> list[dict[str, str]]:
         missing.append({"what": name, "for": purpose, "command": command})
 
     for purpose, why in decoding_loop.lacking().items():
-        lacks(why, purpose, install_extra(""))
+        lacks(why, purpose, install_extra(None))
 
     if accelerator() is None:
         commands = [command for tool, command in _TORCH_FOR_GPU.items() if shutil.which(tool)]

@@ -55,8 +55,8 @@ def not_installed(modules: Iterable[str]) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name) is None]
 
 
-def install_extra(extra: str) -> str:
-    """The command that installs an extra from where this project was installed: a clone, a repository or an index. "": the
+def install_extra(extra: str | None) -> str:
+    """The command that installs an extra from where this project was installed: a clone, a repository or an index. `None`: the
     command that upgrades the project."""
     of_extra, upgrade = (f"[{extra}]", "") if extra else ("", "--upgrade ")
     try:

@@ -18,7 +18,7 @@ import typer
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.byte_sizes import parse_size
-from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, random_8b, wait
+from hf_lowbit_kv.eval.benchmarks.random_models import PeakMemory, limit_memory, random_8b, wait
 from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Layers, Out, PresetNames, Run, Tiny
 from hf_lowbit_kv.eval.provenance import run_command
 from hf_lowbit_kv.planning.fits import CUDA_BYTES
@@ -84,9 +84,8 @@ def main(
 ) -> None:
     """Time the calibration of each preset, and append a JSON line for each."""
     run = Run("calibrate", device, commit, out, memory=memory)
-    if memory is not None and run.device.type == "cuda":
-        there_is = torch.cuda.get_device_properties(run.device).total_memory
-        torch.cuda.set_per_process_memory_fraction((parse_size(memory) - CUDA_BYTES) / there_is)
+    if memory is not None:
+        limit_memory(run.device, parse_size(memory) - CUDA_BYTES)
     model = random_8b(run, layers, tiny)
     for name in preset or ["vecinfer-2", "eigen-2"]:
         timed = functools.partial(measure, model, name, samples=samples, length=length, offload=offload)

@@ -53,6 +53,7 @@ from hf_lowbit_kv.eval.benchmarks.random_models import (
     PeakMemory,
     clean,
     count_weights,
+    limit_memory,
     llama_8b,
     profile_steps,
     qwen3_8b,
@@ -177,12 +178,12 @@ def measure_generate(
 def measure_fits(
     name: str, preset: str, context: int, new_tokens: int, device: torch.device, memory: int
 ) -> dict[str, Any]:
-    """One `lb.generate` that fills a cache of `context` tokens.
+    """One call that fills a cache of `context` tokens. memory: bytes of the GPU.
 
     Returns:
         A record without provenance, in bytes: `counted` and its parts, and the `longest` text that `fits` names. `fit`:
-        whether the memory was enough. If so, `peak` (PyTorch's peak of requested tensors), `in_use` (GPU memory in use, less
-        that before the call), `nbytes` (of the cache).
+        whether the memory was enough. If so, `peak` and `reserved` (PyTorch's peaks of requested tensors, and of what it took
+        from the GPU), `in_use` (GPU memory in use, less that before the call), `nbytes` (of the cache), `seconds`.
     """
     free_before = torch.cuda.mem_get_info(device)[1]  # the first call makes CUDA's context, which is counted
     model = random_model(shape_of(name).config, torch.bfloat16, device)
@@ -249,10 +250,11 @@ def compare_fits(
 ) -> None:
     """Measure, append a JSON line, and compare."""
     run = Run("fits", device, commit, out)
-    there_is = torch.cuda.get_device_properties(run.device).total_memory
-    limit = there_is if memory is None else parse_size(memory)
-    torch.cuda.set_per_process_memory_fraction(min((limit - CUDA_BYTES) / there_is, 1.0), run.device.index or 0)
-    record = measure_fits(model, preset, context, new_tokens, run.device, limit)
+    nbytes = torch.cuda.get_device_properties(run.device).total_memory
+    if memory is not None:
+        nbytes = parse_size(memory)
+        limit_memory(run.device, nbytes - CUDA_BYTES)
+    record = measure_fits(model, preset, context, new_tokens, run.device, nbytes)
     run.add(record | ({"relative": record["in_use"] / record["counted"] - 1} if record["fit"] else {}))
     sizes = ("weights", "cache", "nbytes", "chunk", "cuda", "counted", "peak", "in_use", "memory")
     run.end("preset", "context", "fit", *(f"{name}:GB" for name in sizes), "relative:+.1%")
@@ -399,9 +401,7 @@ def measure_batch(
     run = Run(
         "batch", device, commit, out, model=model_name, prompt=prompt, new_tokens=new_tokens, budget=budget, most=most
     )
-    if run.device.type == "cuda":
-        total = torch.cuda.get_device_properties(run.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(budget / total, 1.0), run.device.index or 0)
+    limit_memory(run.device, budget)
     model = random_model(qwen3_8b(layers, tiny), run.dtype, run.device)
     for wanted in contenders:
         run.add(largest(wanted, model, prompt, new_tokens, budget, wanted.backend or backend, most))

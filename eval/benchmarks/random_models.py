@@ -96,6 +96,13 @@ def clean(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def limit_memory(device: torch.device, nbytes: float) -> None:
+    """Let PyTorch take this many bytes of the GPU at most. Does nothing on a CPU."""
+    if device.type == "cuda":
+        there_is = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(nbytes / there_is, 1.0), device.index or 0)
+
+
 def seconds_of(device: torch.device, call: Callable[[], Any]) -> float:
     """Seconds of a call, until the GPU has ended its work."""
     wait(device)

@@ -542,11 +542,7 @@ class LowBitLayer(CacheLayerMixin):
             "dtype": self.dtype,
             "device": self.device,
         }
-        misfits = {}
-        for name, new in properties.items():  # a comprehension would be a call, in each step and layer
-            if new != stored[name]:
-                misfits[name] = new, stored[name]
-        return misfits
+        return {name: (new, stored[name]) for name, new in properties.items() if new != stored[name]}
 
     def _check_capacity(self, tokens: int) -> None:
         # a prompt may wait for the device; a decode step may not

@@ -195,5 +195,5 @@ def _prompt_of(description: dict[str, Any], tensors: dict[str, torch.Tensor]) ->
     header = saved_cache.header_in(description, tensors)
     prompt = contents.keep(more["seed"], torch.tensor(more["ids"]), header)
     for slab in list(prompt.acquired):
-        trim([prompt], slab)  # files of before may have pages of other texts, too
+        trim([prompt], slab)  # older files also have pages of other texts
     return prompt

@@ -164,9 +164,8 @@ def _pages(slabs: list[torch.Tensor], numbers: np.ndarray) -> torch.Tensor:
     """The pages with these numbers, ascending. A kept prompt shares slabs with other texts, whose pages are left out."""
     if len(slabs) == 1 and len(slabs[0]) == len(numbers):
         return slabs[0]
-    return read_pages(
-        slabs, upload(numbers, slabs[0].device)
-    ).cpu()  # now, so that one layer's copy at a time is on the GPU
+    copied = read_pages(slabs, upload(numbers, slabs[0].device))
+    return copied.cpu()  # one layer at a time, because a GPU may have no room for copies of all
 
 
 def _checksum(text: str) -> str:

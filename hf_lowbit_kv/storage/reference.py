@@ -83,7 +83,7 @@ class _Softmax:
 
 def transformed(inputs: StepInputs, store: LayerStore) -> StepInputs:
     """The inputs with the layer's transforms applied."""
-    return inputs if store.spec.untransformed else transformed_with(transform, inputs, store)
+    return transformed_with(transform, inputs, store)
 
 
 def transform(
@@ -112,13 +112,13 @@ def transformed_with(kernel: Callable, inputs: StepInputs, store: LayerStore, ke
 
 
 def restored(out: torch.Tensor, store: LayerStore, kernel: Callable | None = None) -> torch.Tensor:
-    """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects. kernel: called instead of
-    `transform` where a rotation is its own inverse."""
+    """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects. kernel: applies a
+    rotation that is its own inverse, in one launch."""
     value_transform = store.spec.value_transform
-    if store.spec.untransformed or value_transform.identity:
+    if value_transform.identity:
         return out
     tensors, heads = store.tensors()["value_transform"], store.state.length.shape[1]
-    if kernel is not None and value_transform.own_inverse(out.shape[-1]):  # which is the same for all heads
+    if kernel is not None and value_transform.own_inverse(out.shape[-1]):  # the same for all heads
         return kernel(None, out, value_transform, tensors)[1]
     return value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
