@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..cache.contents import Contents, PackedLayer
+from ..cache.contents import Contents, PackedLayer, PagedLayers
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PagePool, locate
 from ..storage.paged_store import LayerStore
@@ -275,32 +275,46 @@ class RowPool:
         """
         stores = self.memory.stores
         layers = [layer.to(store.device) for layer, store in zip(contents.layers.values(), stores, strict=True)]
-        pages: dict[Hashable, list[int]] = {}
-        opened: dict[Hashable, list[torch.Tensor]] = {}
-        for paging, own in contents.groups.items():
-            indices, pool = self.memory.layers_of(paging), self.page_pools[paging]
-            full = int(own.paged[0]) // own.spec.page_size
-            slabs, locations = locate(own.slabs, own.table[0])
-            for number in np.unique(slabs[:full]).tolist():
-                if (slab := own.slabs[number]) not in pool.acquired:
-                    self.memory.attach(
-                        paging, pool.attach(slab), [self._in_layout(i, layers[i], number) for i in indices]
-                    )
-            numbers = list(zip(slabs.tolist(), locations.tolist(), strict=True))
-            pages[paging] = [
-                pool.first_page(pool.slabs.index(own.slabs[slab])) + index for slab, index in numbers[:full]
-            ]
-            for slab, index in numbers[full:]:
-                page = slice(index, index + 1)
-                opened[paging] = [self._in_layout(i, layers[i], slab, page)[0] for i in indices]
-        windows: list[list[Pair]] = []
-        for group in self.memory.groups:
-            parts = zip(*(layers[i].windows for i in group.layers), strict=True)
-            sink_k, sink_v, tail_k, tail_v = (torch.stack(of_layers) for of_layers in parts)
-            windows.append([(sink_k, sink_v), (tail_k, tail_v)])
-        paged = {paging: int(own.paged[0]) for paging, own in contents.groups.items()}
-        length, sinks, tails = int(contents.lengths[0]), [x for x, _ in windows], [x for _, x in windows]
-        return Prefix(length, pages, sinks, tails, paged, opened, list(rings))
+        prefix = Prefix(int(contents.lengths[0]), {}, [], rings=list(rings))
+        for paging, group in contents.groups.items():
+            prefix.paged[paging] = int(group.paged[0])
+            prefix.pages[paging], opened = self._attached(paging, group, layers)
+            if opened:
+                prefix.opened[paging] = opened
+        for alike in self.memory.groups:
+            windows = zip(*(layers[i].windows for i in alike.layers), strict=True)
+            sink_k, sink_v, tail_k, tail_v = (torch.stack(of_layers) for of_layers in windows)
+            prefix.sinks.append((sink_k, sink_v))
+            prefix.tails.append((tail_k, tail_v))
+        return prefix
+
+    def _attached(
+        self, paging: Hashable, group: PagedLayers, layers: Sequence[PackedLayer]
+    ) -> tuple[list[int], list[torch.Tensor]]:
+        """The numbers of a kept prompt's full pages, whose slabs are attached; and of each layer the last page, if it is not
+        full.
+
+        Args:
+            group: the layers with this paging.
+            layers: of the prompt, all of them.
+        """
+        indices, pool = self.memory.layers_of(paging), self.page_pools[paging]
+        slabs, places = locate(group.slabs, group.table[group.present])
+        full = int(group.paged[0]) // group.spec.page_size
+        firsts = {}
+        for number in np.unique(slabs[:full]).tolist():
+            slab = group.slabs[number]
+            if slab not in pool.acquired:
+                pages = [self._in_layout(i, layers[i], number) for i in indices]
+                self.memory.attach(paging, pool.attach(slab), pages)
+            firsts[number] = pool.first_page(pool.slabs.index(slab))
+        located = list(zip(slabs.tolist(), places.tolist(), strict=True))
+        opened = [
+            self._in_layout(i, layers[i], number, slice(place, place + 1))[0]
+            for number, place in located[full:]
+            for i in indices
+        ]
+        return [firsts[number] + place for number, place in located[:full]], opened
 
     def _in_layout(self, index: int, layer: PackedLayer, slab: int, pages: slice = slice(None)) -> torch.Tensor:
         """A slab of a layer, or pages of it, in the layout of the pool."""
