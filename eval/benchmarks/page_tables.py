@@ -34,12 +34,14 @@ SHAPES = {
 MODES = {"tuned": "compiled, tuned"}
 BENCHMARKS_INTRO = """# Benchmarks
 
-`python -m hf_lowbit_kv.eval.benchmarks.tables` (`make results`) writes this page from the records in `eval/results/`.
-Do not edit it by hand.
-`eval/benchmarks/README.md` says how each figure is measured. [results.md](results.md) has the accuracy of the presets.
+Speed and memory, each row beside 16-bit attention or a 16-bit cache in the same run: [one layer](#decode-attention),
+[a step in place](#decode-steps), [whole models](#steps-of-generate), [batches](#largest-batch), [memory](#memory) and
+[prompts](#reading-a-prompt). In rows of whole models a `recorded` step is a CUDA graph (`step="recorded"`), `unfused` the same
+with the model's own layers. `compiled` is transformers' own compilation, `compiled, tuned` with `lb.generate`'s settings.
+`DynamicCache`, `StaticCache` and `quanto-4` are transformers' caches. [results.md](results.md) has the accuracy.
 
-`make bench` repeats all of it on a GPU. `eval/benchmarks/bench.sh` has its commands, each with the page that quotes its
-figures.
+`make bench` repeats all of it on a GPU (`eval/benchmarks/README.md`), and `make results` writes this page from the records in
+`eval/results/`.
 """
 
 
