@@ -7,6 +7,7 @@ layers change. So if memory runs out, nothing has changed, and the numbers of al
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -283,6 +284,11 @@ def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_mul(tensors, 1))  # releases before it; the product is exact
 
 
+def _grouped(tensors: Sequence[torch.Tensor], size: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Groups of this many, in order."""
+    return zip(*[iter(tensors)] * size, strict=True)
+
+
 def _paged(stores: Sequence[PagedStore]) -> list[np.ndarray]:
     """For each store, int32 `[B]` on the CPU: how many tokens of each row are in pages."""
     alike: dict[tuple, list[PagedStore]] = {}
@@ -319,23 +325,21 @@ def _forks(
             )
     if first.slabs[0] not in known[0]:
         torch._foreach_zero_([pool[0] for pool in pools])
-    addresses = page_addresses(pools, first.table)
     entries = upload(first.table, device)
 
     windows = copies_of([x for state in states for x in attrgetter(*WINDOWS)(state)] * len(memories))
     counters = copies_of(
         [x for state in states for x in (*attrgetter(*COUNTERS)(state), state.scratch, entries)] * len(memories)
     )
-    addresses_of_own = copies_of(list(upload(addresses, device)))
-    torch._foreach_zero_(counters[3::5])  # scratch
+    addresses = copies_of(list(upload(page_addresses(pools, first.table), device)))
+    copies = zip(pools, addresses, _grouped(windows, len(WINDOWS)), _grouped(counters, len(COUNTERS) + 2), strict=True)
     forks = []
-    for i, (pool, page_address) in enumerate(zip(pools, addresses_of_own, strict=True)):
-        store = stores[i % len(stores)]
-        length, paged, lost, scratch, table = counters[5 * i : 5 * i + 5]
-        sink_k, sink_v, tail_k, tail_v = windows[4 * i : 4 * i + 4]
-        window, counts = (sink_k, sink_v, tail_k, tail_v), (length, paged, lost)
-        state = LayerState(pool, table, page_address, *window, *counts, scratch, store.state.parameters)
-        forks.append(store.fork(state, memories[i // len(stores)]))
+    for (memory, store), copied in zip(itertools.product(memories, stores), copies, strict=True):
+        pool, address, (sink_k, sink_v, tail_k, tail_v), (length, paged, lost, scratch, table) = copied
+        window, parameters = (sink_k, sink_v, tail_k, tail_v), store.state.parameters
+        state = LayerState(pool, table, address, *window, length, paged, lost, scratch, parameters)
+        forks.append(store.fork(state, memory))
+    torch._foreach_zero_([fork.state.scratch for fork in forks])
     _, index = locate(first.slabs, first.table)
     for row, column in zip(*opened, strict=True):
         (source,), (at,) = locate(old.slabs, old.table[row, column : column + 1])
