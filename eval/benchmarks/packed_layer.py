@@ -97,8 +97,8 @@ USUAL = (
 OTHERS = (
     Shape("heads5_b8_32k", 8, 40, 8, 32768),
     Shape("heads8_b8_32k", 8, 64, 8, 32768),
-    Shape("heads16_b8_32k", 8, 32, 2, 32768),
     Shape("heads12_b8_32k", 8, 24, 2, 32768),
+    Shape("heads16_b8_32k", 8, 32, 2, 32768),
     Shape("dim64_b8_32k", 8, 64, 8, 32768, head_dim=64),
     Shape("dim96_b8_32k", 8, 32, 8, 32768, head_dim=96),
     Shape("dim256_b4_32k", 4, 8, 4, 32768, head_dim=256),

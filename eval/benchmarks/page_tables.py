@@ -34,9 +34,9 @@ SHAPES = {
 MODES = {"tuned": "compiled, tuned"}
 BENCHMARKS_INTRO = """# Benchmarks
 
-Speed and memory, each row beside 16-bit attention or a 16-bit cache in the same run: [one layer](#decode-attention),
-[a step in place](#decode-steps), [whole models](#steps-of-generate), [batches](#largest-batch), [memory](#memory) and
-[prompts](#reading-a-prompt). In rows of whole models a `recorded` step is a CUDA graph (`step="recorded"`), `unfused` the same
+Speed and memory: [attention of one layer](#decode-attention), [a layer's step as in a model](#decode-steps),
+[whole models](#steps-of-generate), [batches](#largest-batch), [memory](#memory) and [prompts](#reading-a-prompt).
+In rows of whole models a `recorded` step is a CUDA graph (`step="recorded"`), `unfused` the same
 with the model's own layers. `compiled` is transformers' own compilation, `compiled, tuned` with `lb.generate`'s settings.
 `DynamicCache`, `StaticCache` and `quanto-4` are transformers' caches. [results.md](results.md) has the accuracy.
 

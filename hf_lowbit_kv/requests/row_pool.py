@@ -278,7 +278,7 @@ class RowPool:
         prefix = Prefix(int(contents.lengths[0]), {}, [], rings=list(rings))
         for paging, group in contents.groups.items():
             prefix.paged[paging] = int(group.paged[0])
-            prefix.pages[paging], opened = self._attached(paging, group, layers)
+            prefix.pages[paging], opened = self._attach(paging, group, layers)
             if opened:
                 prefix.opened[paging] = opened
         for alike in self.memory.groups:
@@ -288,11 +288,11 @@ class RowPool:
             prefix.tails.append((tail_k, tail_v))
         return prefix
 
-    def _attached(
+    def _attach(
         self, paging: Hashable, group: PagedLayers, layers: Sequence[PackedLayer]
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """The numbers of a kept prompt's full pages, whose slabs are attached; and of each layer the last page, if it is not
-        full.
+        """Attach the slabs of a kept prompt's full pages. Returns the numbers of these pages; and of each layer the page after
+        them, if there is one.
 
         Args:
             group: the layers with this paging.

@@ -336,8 +336,10 @@ def _forks(
     forks = []
     for (memory, store), copied in zip(itertools.product(memories, stores), copies, strict=True):
         pool, address, (sink_k, sink_v, tail_k, tail_v), (length, paged, lost, scratch, table) = copied
-        window, parameters = (sink_k, sink_v, tail_k, tail_v), store.state.parameters
-        state = LayerState(pool, table, address, *window, length, paged, lost, scratch, parameters)
+        parameters = store.state.parameters
+        state = LayerState(
+            pool, table, address, sink_k, sink_v, tail_k, tail_v, length, paged, lost, scratch, parameters
+        )
         forks.append(store.fork(state, memory))
     torch._foreach_zero_([fork.state.scratch for fork in forks])
     _, index = locate(first.slabs, first.table)
