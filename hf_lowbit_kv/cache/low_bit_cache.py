@@ -562,7 +562,7 @@ class LowBitCache(Cache, PushToHubMixin):
         ]
         memories = {paging: each for packed in new.packed_layers for paging, each in packed.memories.items()}
         for packed in new.packed_layers:
-            packed.guard, packed.facts, packed.memories = new.guard, new.facts, memories
+            packed.memories = memories
         if config is self.config:
             del memo[id(self.config)]  # other objects in the copy are not shared
         return new

@@ -315,10 +315,12 @@ class LowBitLayer(CacheLayerMixin):
         new = memo[id(self)] = type(self).__new__(type(self))
         # all other attributes are never changed, only replaced
         new.__dict__.update(self.__dict__)
-        new.store, new.length, new.guard, new.facts = *parts, copy.deepcopy(self.guard), self.facts.fork()
+        new.store, new.length = parts
         new.memories = {} if new.store is None else {new.spec.paging: new.store.memory}
         new.parameters, new._padding = dict(self.parameters), copy.copy(self._padding)
-        new.config, new.model_side = copy.deepcopy(self.config, memo), copy.deepcopy(self.model_side, memo)
+        # layers of a cache share some of these, and so do the layers of its copy
+        for name in ("guard", "facts", "config", "model_side"):
+            setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
     def over(self, store: LayerStore, length: PoolLength) -> LowBitLayer:

@@ -91,6 +91,7 @@ class LayerStore:
 
     kernels: dict[Any, Any]
     key: str
+    _tensors: dict[str, tuple[torch.Tensor, ...]] | None
 
     def __init__(self, state: LayerState, spec: LayerSpec):
         self.spec, self.state = spec, state
@@ -110,8 +111,7 @@ class LayerStore:
 
     def _forget(self) -> None:
         """Prepared kernels and views are those of other tensors."""
-        self.kernels = {}
-        self._tensors: dict[str, tuple[torch.Tensor, ...]] | None = None
+        self.__dict__.update(kernels={}, _tensors=None)
 
     def __getstate__(self):
         return {name: value for name, value in self.__dict__.items() if name not in ("kernels", "_tensors")}
@@ -255,8 +255,8 @@ class PagedStore(LayerStore):
     def fork(self, state: LayerState, memory: RowMemory) -> PagedStore:
         """A store with these tensors, of these rows. The caller adds it to the memory."""
         new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.capacity, new.state, new.memory = memory.capacity, state, memory
+        new.__dict__.update(self.__dict__, capacity=memory.capacity, state=state, memory=memory)
+        new._forget()
         if memory.capacity is not None:
             new._mark_static()
         return new
