@@ -367,12 +367,13 @@ def ruler_keys(context: int) -> list[Key]:
 
 
 def newest_tasks(path: Path = TASKS) -> dict[str, Records]:
-    """For each preset, most bits first, its newest records, with all items or more."""
+    """For each preset, most bits first, its newest records with the model's own calibration, with all items or more."""
     found: dict[str, Records] = {}
     for record in current_records(path):
         key = Key(record["task"], record.get("context"), record["items"])
         least = WORKED[key.task][1] if key.task in WORKED else RULER_ITEMS
-        if record["model"].startswith(SHORT_NAME) and key.items >= least:
+        own = "calibration" not in record  # others are other draws of the same kind
+        if own and record["model"].startswith(SHORT_NAME) and key.items >= least:
             found.setdefault(record["preset"], {})[key] = record
     return dict(sorted(found.items(), key=lambda item: -get_preset(item[0]).spec().bits_per_value(4096, 128)))
 
