@@ -46,21 +46,21 @@ demo: $(VENV)/.ready
 # tests without the mark gpu run as on a machine without a GPU
 test test-newest test-oldest test-quantized test-all notebooks: export CUDA_VISIBLE_DEVICES =
 # three passes side by side, so that no core waits for the end of another pass
-test: $(VENV)/.ready $(OLDEST)/.ready $(QUANTIZED)/.ready
+test: $(VENV)/.ready
 	@$(MAKE) --no-print-directory -j3 test-newest test-oldest test-quantized
 
-test-newest:
+test-newest: $(VENV)/.ready
 	$(PYTEST_ALL_CORES) -m "not gpu and not slow and not notebook"
 
 # what a pass writes, when it has ended: beside another one it could not be read
 AT_THE_END = > build/$@.txt 2>&1; status=$$?; cat build/$@.txt; exit $$status
 
-test-oldest:
+test-oldest: $(OLDEST)/.ready
 	@mkdir -p build
 	PYTHONPATH=$(CURDIR)/$(OLDEST) $(BIN)/python -c 'import transformers; print("Again, on transformers", transformers.__version__); assert transformers.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTEST) -m "host and not gpu and not slow and not newest" $(HOST) $(AT_THE_END)
 
-test-quantized:
+test-quantized: $(QUANTIZED)/.ready
 	@mkdir -p build
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(QUANTIZED) $(PYTEST) tests/generation/test_weights_below_16_bits.py $(AT_THE_END)
 
