@@ -186,7 +186,7 @@ class RulerLoss(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        return f"{self.points:.1f} ± {self.error:.1f}"
+        return f"{self.points:z.1f} ± {self.error:.1f}"
 
 
 def ruler_losses(context: int, path: Path = TASKS) -> dict[str, RulerLoss]:
@@ -309,13 +309,13 @@ def draw(path: Path) -> None:
         loss.errorbar([gb for _, gb, _ in points], [lost.points for *_, lost in points],
                       [lost.error for *_, lost in points], fmt="o-", color=colour, label=label, capsize=2)  # fmt: skip
         for name, gb, lost in points:
-            side, down = {"eigen-4": ("left", -22), "eigen-3": ("right", -12), "eigen-2": ("right", -12)}.get(
+            side, down = {"eigen-4": ("center", -26), "eigen-3": ("right", -12), "eigen-2": ("right", -12)}.get(
                 name, ("left", 3)
             )
             loss.annotate(
                 name,
                 (gb, lost.points),
-                xytext=(6 if side == "left" else -6, down),
+                xytext=({"left": 6, "center": 0, "right": -6}[side], down),
                 textcoords="offset points",
                 ha=side,
                 fontsize=8,
@@ -427,7 +427,7 @@ def losses_list(path: Path = TASKS) -> str:
         near, far = [], []
         for name, x in scored.items():
             error = paired_error(presets[name], presets["dense"], keys)
-            away = f"`{name}` {x - full:+.1f} ± {error:.1f}"
+            away = f"`{name}` {x - full:+z.1f} ± {error:.1f}"
             if abs(x - full) <= 2 * error:
                 near.append(away)
             else:
