@@ -75,9 +75,9 @@ def lowbit_attention(
 
 def _readers(module: torch.nn.Module, view: LayerView) -> tuple[bool, bool]:
     """Whether the attention module that runs is the first, and the last, that attends to the new tokens of a packed layer."""
-    if not view.layer.shares:
+    first, last = view.layer.readers or (None, None)
+    if first == last:
         return True, True
-    first, last = view.layer.readers  # type: ignore[misc]
     index = getattr(module, "layer_idx", None)
     return index == first, index == last
 
@@ -91,8 +91,7 @@ def _masks_of_new_tokens(
         mask = None
     elif getattr(mask, _OF_KEYS, False):
         mask = mask[:, 0, 0]  # type: ignore[index]
-    view.layer.check_module(module, query.shape[2])
-    view.layer.check_positions(query, position_ids, mask)
+    view.layer.check_pass(module, query.shape[2], position_ids, mask)
     allowed = _allowed_in_prompt(module, view, mask)
     if allowed is not None:  # a token attends to itself unless it is padding
         real = allowed.diagonal(dim1=-2, dim2=-1)[:, 0].expand(query.shape[0], -1)

@@ -283,9 +283,11 @@ class LowBitCache(Cache, PushToHubMixin):
             warn_if_dense(layer.config, layer.holds_packed)
         if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
-        replace_for_others(layer, key_states)
-        with writable_anywhere(layer):
-            out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not isinstance(layer, LowBitLayer):
+            replace_for_others(layer, key_states)
+            with writable_anywhere():
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        out = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if new:
             choice.warn_of_reference(layer.why_slow_reference)
             if self._weights_to_come:
@@ -305,7 +307,7 @@ class LowBitCache(Cache, PushToHubMixin):
         if not torch.compiler.is_compiling():
             self.check_overrun(wait=False)
             # transformers asks for these sizes before it runs a compiled or recorded step
-            for layer in self.packed_layers:
+            for layer in self.packed_layers if self._first_packed_layer.length.fixed else ():
                 layer.refresh()
             if query_length > 1 and self.guard.starts_at:
                 # by the time of `update` recurrent layers in front have read the tokens
@@ -325,13 +327,13 @@ class LowBitCache(Cache, PushToHubMixin):
                 self.guard.take_back(layer_idx)
                 raise
         replace_for_others(self.layers[layer_idx], conv_states)
-        with writable_anywhere(self.layers[layer_idx]):
+        with writable_anywhere():
             return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         if torch.compiler.is_compiling():
             return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-        with writable_anywhere(self.layers[layer_idx]):
+        with writable_anywhere():
             return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -383,7 +385,7 @@ class LowBitCache(Cache, PushToHubMixin):
             if isinstance(layer, LowBitLayer):
                 layer.note_rows(indices)
                 continue
-            with writable_anywhere(layer):
+            with writable_anywhere():
                 layer.reorder_cache(indices)  # some of transformers' layers have only this method
         self.guard.changing = interrupted
         self.facts.select(indices)

@@ -164,13 +164,9 @@ class LowBitLayer(CacheLayerMixin):
         seen."""
         if torch.compiler.is_compiling() and not self.length.fixed:
             return self._update_uncompiled(key_states, value_states)
-        mode, properties = self._current_mode(), properties_of(key_states, value_states)
-        if self.is_initialized and self._misfits(properties) and int(self.get_seq_length()) == 0:
-            self.is_initialized = False  # nothing is stored: allocate again
-        self.check(key_states.shape[2], properties)
-        if not self.is_initialized:
+        if not self.check(key_states.shape[2], properties_of(key_states, value_states)):
             self.lazy_initialization(key_states, value_states)
-        if mode == "packed":
+        if self.attends_packed:
             self.model_side.begin(stays=self.length.fixed)
             view = LayerView(self, key_states, value_states)
             return view, view
@@ -178,11 +174,6 @@ class LowBitLayer(CacheLayerMixin):
 
     # a growing cache changes with its length, so in a compiled model this method, and `_run`, run eagerly
     _update_uncompiled = torch.compiler.disable(update)
-
-    @property
-    def shares(self) -> bool:
-        """Whether later layers of the model attend to its keys and values, too."""
-        return self.readers is not None and self.readers[0] != self.readers[1]
 
     # transformers' layers have tensors of these names, which begin as `None`
     keys, values = _no_tensor("keys"), _no_tensor("values")
@@ -196,9 +187,6 @@ class LowBitLayer(CacheLayerMixin):
     def holds_packed(self) -> bool:
         """Whether tokens have come under our attention implementation since the last reset."""
         return self.facts.mode == "packed"
-
-    def _current_mode(self) -> str:
-        return "packed" if self.config._attn_implementation == ATTENTION_NAME else "dense"
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens seen so far, padding included; `store.state.length` has the true lengths of rows."""
@@ -232,7 +220,7 @@ class LowBitLayer(CacheLayerMixin):
 
     def refresh(self) -> None:
         """Check whether weights have changed, before a step that is compiled or replayed and cannot check."""
-        if self.is_initialized and self.length.fixed and self.attends_packed:
+        if self.is_initialized and self.attends_packed:
             self.model_side.refresh(self.dtype)
 
     def reset(self) -> None:
@@ -339,23 +327,17 @@ class LowBitLayer(CacheLayerMixin):
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
-    def check_positions(self, queries: torch.Tensor, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """`PassGuard.check_text`, once a pass. queries: `[B, Hq, S, D]`."""
-        if self._checks_passes():
-            self.guard.check_text(self, queries.shape[2], position_ids, mask)
-
-    def check_module(self, module: torch.nn.Module, tokens: int) -> None:
-        """Raise `ValueError` if the attention module that runs is not one of the model that computed the stored tokens, and
-        has other weights. Waits for the device then."""
-        if not self._checks_passes() or (filled_by := self.facts.filled_by) is None:
+    def check_pass(self, module: torch.nn.Module, tokens: int, position_ids: Any, mask: torch.Tensor | None) -> None:
+        """Once a pass, raise `ValueError` if the attention module that runs is not one of the model that computed the stored
+        tokens, and has other weights (waits for the device then), or as `PassGuard.check_text` does."""
+        if not self.first_packed or self.length.of_pool or torch.compiler.is_compiling():
             return
-        if self.length.at_least == 0:
-            self.facts.filled_by = filled_by.running_on(module)
-        elif tokens > 1 and (reason := filled_by.why_not(module)) is not None:
-            raise ValueError(another_model(reason))
-
-    def _checks_passes(self) -> bool:
-        return self.first_packed and not self.length.of_pool and not torch.compiler.is_compiling()
+        if (filled_by := self.facts.filled_by) is not None:
+            if self.length.at_least == 0:
+                self.facts.filled_by = filled_by.running_on(module)
+            elif tokens > 1 and (reason := filled_by.why_not(module)) is not None:
+                raise ValueError(another_model(reason))
+        self.guard.check_text(self, tokens, position_ids, mask)
 
     def step(self, inputs: StepInputs) -> torch.Tensor:
         """Attend, then store (called by the attention function). Output `[B, n, Hq, D]`."""
@@ -413,7 +395,7 @@ class LowBitLayer(CacheLayerMixin):
     def _stored(self, tokens: int, mask: torch.Tensor | None) -> None:
         self._note_tail(tokens, mask)
         self.new_token_masks = None, None
-        self.guard.end()
+        self.guard.changing = False
 
     def prefill(self, inputs: StepInputs, allowed: torch.Tensor, stores: bool = True) -> torch.Tensor:
         """As `step`, for a first prompt whose tokens attend to others as `allowed` says, bool `[B or 1, 1, S, S]`."""
@@ -450,7 +432,7 @@ class LowBitLayer(CacheLayerMixin):
             )
         ops.append(StepInputs(None, key_states.detach(), value_states.detach()), store, self.backend)
         self._note_tail(key_states.shape[2], None)
-        self.guard.end()
+        self.guard.changing = False
         return out
 
     def _forget(self) -> None:
@@ -509,17 +491,19 @@ class LowBitLayer(CacheLayerMixin):
             raise ValueError(f"tokens_to_remove={-count} is more than the {int(self.get_seq_length())} tokens stored")
         return count
 
-    def check(self, tokens: int | None, properties: dict[str, Any]) -> None:
+    def check(self, tokens: int | None, properties: dict[str, Any]) -> bool:
         """Raise, before anything changes, if this layer cannot take this many new tokens (`None`: not known)
-        with these properties (some or all of `properties_of`)."""
-        mode = self._current_mode()
+        with these properties (some or all of `properties_of`). Returns whether its memory has them; that of an empty layer
+        may be allocated again."""
         if tokens is not None and not torch.compiler.is_compiling():
             self._check_capacity(tokens)
         if not self.is_initialized:
-            return
-        for name, (new, old) in self._misfits(properties).items():
+            return False
+        misfits = self._misfits(properties)
+        for name, (new, old) in misfits.items():
             if int(self.get_seq_length()) > 0:
                 raise ValueError(f"got {name} {new}, but the cache holds {old}: use another cache, or reset() it first")
+        mode = "packed" if self.attends_packed else "dense"
         changed = self.facts.mode not in (None, mode) and int(self.get_seq_length()) > 0
         if changed and (mode == "packed" or self.holds_padded_rows()):
             raise ValueError(
@@ -527,6 +511,7 @@ class LowBitLayer(CacheLayerMixin):
                 f"{'padded rows stored under lowbit_kv' if mode == 'dense' else 'tokens stored under another one'}: "
                 "reset() it first"
             )
+        return not misfits
 
     def holds_padded_rows(self) -> bool:
         """Whether a row has fewer tokens than positions: our attention implementation does not store padding, but the

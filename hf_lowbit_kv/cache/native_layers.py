@@ -16,8 +16,6 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .low_bit_layer import LowBitLayer
-
 
 class RecordableSlidingLayer(StaticSlidingWindowLayer):
     """transformers' layer, but a CUDA graph can contain its update. transformers copies an index from the CPU to the GPU to
@@ -62,8 +60,6 @@ def can_hold(old: torch.Tensor, new: torch.Tensor) -> bool:
 
 def replace_for_others(layer: Any, new: torch.Tensor) -> None:
     """Make an empty native layer allocate again if its memory does not fit these new states `[B, ...]`, as packed layers do."""
-    if isinstance(layer, LowBitLayer):
-        return
     if isinstance(layer, RECURRENT):
         states, empty = layer.conv_states[0], not any(layer.has_previous_state.values())
         if states is not None and empty and not can_hold(states, new):
@@ -91,7 +87,6 @@ def tensors_of(layer: Any) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def writable_anywhere(layer: Any) -> AbstractContextManager[Any]:
+def writable_anywhere() -> AbstractContextManager[Any]:
     """A context in which a native layer makes tensors that can be written outside inference mode too."""
-    inside = torch.is_inference_mode_enabled() and not isinstance(layer, LowBitLayer)
-    return torch.inference_mode(False) if inside else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

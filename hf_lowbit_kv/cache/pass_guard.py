@@ -1,7 +1,7 @@
 """Checks of a cache's forward passes: interruption, and prompts of another text.
 
 A pass begins when it reaches the first layer that counts tokens (`PassGuard.begin`). Each packed layer reports when it begins
-to store the new tokens (`PassGuard.changing`), and when they are stored (`PassGuard.end`).
+to store the new tokens, and when they are stored (`PassGuard.changing`).
 """
 
 from __future__ import annotations
@@ -97,10 +97,6 @@ class PassGuard:
         """Undo `begin_recurrent` of a layer before the first packed one: the pass was rejected."""
         if self.read.get(layer) == self.passes + 1:
             self.read[layer] = self.passes
-
-    def end(self) -> None:
-        """A layer has stored the new tokens."""
-        self.changing = False
 
     @contextmanager
     def change(self) -> Iterator[None]:
