@@ -132,6 +132,7 @@ class LowBitLayer(CacheLayerMixin):
                 "make the cache from the model it is used with"
             )
         self.spec.validate(*head_dims)
+        self.is_initialized = False  # until there is memory for them
         setup = choice.LayerSetup(key_states.device, key_states.dtype, self.spec, head_dims)
         self.backend = choice.choose_backend(self.requested_backend, setup)
         self.backend_shown = choice.describe_backend(self.requested_backend, self.backend, setup)
@@ -328,8 +329,8 @@ class LowBitLayer(CacheLayerMixin):
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def check_pass(self, module: torch.nn.Module, tokens: int, position_ids: Any, mask: torch.Tensor | None) -> None:
-        """Once a pass, raise `ValueError` if the attention module that runs is not one of the model that computed the stored
-        tokens, and has other weights (waits for the device then), or as `PassGuard.check_text` does."""
+        """Once a pass: raise `ValueError` if the attention module that runs is not one of the model that computed the stored
+        tokens, and has other weights (waits for the device then), and call `PassGuard.check_text`."""
         if not self.first_packed or self.length.of_pool or torch.compiler.is_compiling():
             return
         if (filled_by := self.facts.filled_by) is not None:
@@ -493,8 +494,8 @@ class LowBitLayer(CacheLayerMixin):
 
     def check(self, tokens: int | None, properties: dict[str, Any]) -> bool:
         """Raise, before anything changes, if this layer cannot take this many new tokens (`None`: not known)
-        with these properties (some or all of `properties_of`). Returns whether its memory has them; that of an empty layer
-        may be allocated again."""
+        with these properties (some or all of `properties_of`). Returns whether there is memory that fits them; an empty layer
+        may allocate again."""
         if tokens is not None and not torch.compiler.is_compiling():
             self._check_capacity(tokens)
         if not self.is_initialized:

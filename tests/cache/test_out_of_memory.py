@@ -249,3 +249,24 @@ def test_a_longer_text_of_two_windows():
             model(left_padded(1, 500)[0], past_key_values=cache)
     assert all(torch.equal(layer.store.state.length, x) for layer, x in zip(cache.layers, lengths, strict=True))
     next_logits(model, cache)
+
+
+@torch.no_grad()
+def test_an_empty_cache_of_another_dtype():
+    """Allocating again fails at each allocation in turn. Nothing is left of the old memory, and the next call allocates."""
+    model = tiny_models("llama")[0]
+    cache, ids = filled(model, max_cache_len=200), left_padded(1, 80)[0]
+    model.bfloat16()
+    cache.reset()
+    for fails in itertools.count():
+        mode = OutOfMemory(fails)
+        with pytest.MonkeyPatch.context() as patch:
+            _fail(patch, PagedStore, "__init__", lambda store: True, mode)
+            try:
+                model(ids, past_key_values=cache)
+                break
+            except torch.OutOfMemoryError:
+                cache.reset()
+    assert fails > 2
+    assert torch.equal(next_logits(model, cache), next_logits(model, filled(model, max_cache_len=200)))
+    assert {layer.store.state.tail_k.dtype for layer in cache.packed_layers} == {torch.bfloat16}

@@ -159,6 +159,7 @@ class Machine:
         keys, values = self._numbers(self._cached[which], 0)
         for store in self._caches[which]:
             store.reset()
+            store.reserve(len(self._cached[which]))  # a fork has room for few tokens
             ops.append(StepInputs(None, keys, values), store, "cpu")
         for row in self.pool.rows:
             self.check(row)

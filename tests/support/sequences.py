@@ -237,7 +237,7 @@ class Machine:
         for x, old, new, transform in zip(found, expected, chunk, transforms, strict=True):
             want, bound = torch.cat([old, new.cpu()], 2), 0.0
             if self.device != "cpu" and not transform.identity:
-                # products invert it, whose sums have another order there
+                # a matrix product inverts it, and its sums run in another order there
                 bound = max(LEAST_ERROR, torch.finfo(want.dtype).eps) * float(want.abs().max())
             torch.testing.assert_close(x.cpu(), want, rtol=0, atol=bound)
         self._store(rows, step)
