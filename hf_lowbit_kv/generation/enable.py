@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
 import transformers
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..cache.cache_argument import NAME, NAMES, cache_in
 from ..cache.cache_options import PresetOptions
@@ -268,6 +269,11 @@ def _prepare_cache_for_generation(
     caller_chose = callers_cache is not None or generation_config.cache_implementation is not None
     if call is not None and isinstance(callers_cache, LowBitCache):
         callers_cache.check_model(self)
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and (seen := int(callers_cache.get_seq_length())):
+            raise ValueError(
+                f"past_key_values holds {seen} tokens, and transformers would store the whole text after them: assisted "
+                "decoding needs an empty cache, or none"
+            )
         whole = check_continued(callers_cache, call.arguments, self)
         callers_cache.text = None
         if whole and generation_mode in ONE_TOKEN:  # other modes may end with other rows than those of the cache

@@ -111,6 +111,18 @@ def test_prompt_lookup_gets_a_growing_cache(model, graphs):
     assert not graphs
 
 
+def test_prompt_lookup_after_stored_tokens_raises(model):
+    """transformers stores the whole text again, after what is stored."""
+    ids = left_padded(1, 40)[0].repeat(1, 5)
+    cache = lb.from_preset("dense", model)
+    with lb.enable(model, "dense"):
+        text = model.generate(ids, max_new_tokens=12, **as_argument(cache), **GREEDY)
+        with pytest.raises(ValueError, match=r"holds 211 tokens.*assisted decoding needs an empty cache"):
+            model.generate(text, max_new_tokens=12, prompt_lookup_num_tokens=3, **as_argument(cache), **GREEDY)
+        got = model.generate(text, max_new_tokens=12, **as_argument(cache), **GREEDY)
+        assert torch.equal(got, model.generate(text, max_new_tokens=12, **GREEDY))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_assistant_calls_with_its_cache_again_and_again(model, packed):
     """Its cache is cropped between calls, and each call's text begins with what is left."""
