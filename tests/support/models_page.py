@@ -92,7 +92,7 @@ REASONS = (
         "no layer has full attention and nothing else, so there is nothing to pack",
     ),
     ("is sparse attention", "sparse attention: an indexer chooses the tokens to attend to"),
-    ("computes with them before it attends", "the model computes with keys and values after it has stored them"),
+    ("^keys and values of a low-bit cache", "the model computes with keys and values after it has stored them"),
     ("takes no cache but its own", "the model takes no cache but one of its own class"),
     ("several stacks of layers", "the model has several stacks of layers"),
     ("cross-attention layers", "the model reads the keys of cross-attention layers from its cache"),
