@@ -135,7 +135,9 @@ def weight_bytes(shape: Shape, kind: str) -> int:
     weights = WEIGHT_KINDS[kind]
     bits = 0.0
     for parameter, quantizable, expert in _parameters(shape.model):
-        if weights.everything or (quantizable and (expert or not weights.only_experts)):
+        if parameter.dtype != shape.dtype:  # some routers are float32, whatever the model is
+            bits += 8 * parameter.nbytes
+        elif weights.everything or (quantizable and (expert or not weights.only_experts)):
             bits += parameter.numel() * weights.bits + parameter.numel() / parameter.shape[-1] * weights.per_output
         else:
             bits += 16 * parameter.numel()
