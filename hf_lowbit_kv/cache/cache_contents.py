@@ -108,5 +108,5 @@ def _prepare(layer: LowBitLayer, rows: int, tensors: PackedLayer, device: torch.
     """Make an empty packed layer ready for these rows."""
     sizes, dtype = (rows, tensors.heads, 0), tensors.dtype
     states = (torch.empty(*sizes, width, dtype=dtype, device=device) for width in tensors.widths)
-    if not layer.is_initialized or layer._misfits({"batch size": rows, "dtype": dtype, "device": device}):
+    if not layer.check(None, {"batch size": rows, "dtype": dtype, "device": device}):
         layer.lazy_initialization(*states)

@@ -9,8 +9,8 @@ tokens. For every preset:
 
 So the objects and bytes at the end of a round should not exceed those of the round before. After each round Python
 collects garbage, and memory is measured. The first third of the rounds warms up. A metric has grown if its least value in
-the last third exceeds its least value in the second third by more than `ALLOWED`. A leak raises the
-least value too, and after single rounds the resident memory is larger by some tens of MB.
+the last third exceeds its least value in the second third by more than `ALLOWED`. A leak raises the least value too; the
+resident memory is larger by some tens of MB after single rounds.
 """
 
 import copy
