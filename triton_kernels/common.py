@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 
 DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -42,7 +42,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device) if switch else _NO_CHANGE
 
 
-def format_records(store: LayerStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
+def format_records(store: PagedStore) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
     """For the key format and the value format: the record of parameters, uint8 `[H or 1, bytes]`, and the stride from one KV
     head's record to the next. For a format without parameters any uint8 tensor."""
     state = store.state

@@ -13,7 +13,7 @@ import torch
 
 from ..formats.base import FIELD_ALIGNMENT
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 from ..storage.reference import restored, transformed_with
 from ..storage.step import Operations, StepInputs
 from ..storage.transforms import Transform, base_order, hadamard
@@ -146,13 +146,13 @@ class TritonOperations(Operations):
 
     launches = launches
 
-    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         return restored(_attend(transformed_with(transform, inputs, store), store), store, transform)
 
-    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+    def append(self, inputs: StepInputs, store: PagedStore) -> None:
         _append(transformed_with(transform, inputs._replace(q=None), store), store)
 
-    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         """Tokens are transformed once. The attend kernel is not launched before the end of the transform's kernel
         (`_chained`), because that was up to 9 % slower."""
         inputs = transformed_with(transform, inputs, store)
@@ -160,14 +160,14 @@ class TritonOperations(Operations):
         _append(inputs, store)
         return restored(out, store, transform)
 
-    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(store, max_length)
 
 
 OPERATIONS = TritonOperations()
 
 
-def _attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def _attend(inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     """`attend` for inputs that are already transformed."""
     q, k, v, mask, scaling, softcap, sinks, _, score_bias = inputs.queries, *inputs[1:]
     state, spec = store.state, store.spec
@@ -254,7 +254,7 @@ def _attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
     return out
 
 
-def _append(inputs: StepInputs, store: LayerStore) -> None:
+def _append(inputs: StepInputs, store: PagedStore) -> None:
     """`append` for keys and values that are already transformed."""
     (k, v, mask), state, spec = inputs[1:4], store.state, store.spec
     batch, heads, tokens, _ = k.shape

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 from ..storage.step import StepInputs
 from .attend import _capped, merge_kernel
 from .common import LOG2E, LOWEST, cdiv, dot_type, next_power_of_2, padded_width
@@ -183,7 +183,7 @@ def prompt_kernel(
             tl.store(lse + carry, tl.where(l > 0, m + tl.log2(total), float("-inf")), mask=rows_valid)
 
 
-def attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def attend(inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     """`Operations.attend` for transformed inputs with many query rows. It does not wait for the GPU."""
     (q, k, v, mask, scaling), state, spec = (inputs.queries, *inputs[1:5]), store.state, store.spec
     score_bias = inputs.score_bias
@@ -241,7 +241,7 @@ class _Queries:
     """
 
     def __init__(
-        self, inputs: StepInputs, position: torch.Tensor | None, before: int, store: LayerStore, out: torch.Tensor
+        self, inputs: StepInputs, position: torch.Tensor | None, before: int, store: PagedStore, out: torch.Tensor
     ):
         q, state = inputs.queries, store.state
         self.q, self.sinks, self.scaling, self.softcap = q, inputs.sinks, inputs.scaling, inputs.softcap

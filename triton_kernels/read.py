@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 from .common import cdiv, constants, format_records, padded_width, plane_channels, takes_ptx
 from .common import launch as _launch
 from .registry import reader
@@ -193,7 +193,7 @@ class NewTokens(NamedTuple):
 
 
 def unpack(
-    store: LayerStore, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
+    store: PagedStore, outs: tuple[torch.Tensor, torch.Tensor], first: int, new: NewTokens | None = None
 ) -> None:
     """Write tokens `first` and up of every row to `outs`, keys and values `[B, H, count, D]`, contiguous.
 
@@ -245,7 +245,7 @@ def unpack(
     )
 
 
-def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`: the stored tokens in order, keys and values `[B, H, max_length, D]`. Zeros fill the space
     past a row's end."""
     state = store.state

@@ -69,7 +69,7 @@ class OtherTree:
         return importlib.import_module(f"{self._package}.{name}")
 
     def operations(self) -> Any:
-        """The other tree's `hf_lowbit_kv.backends.operations`. It takes `StepInputs` and a `LayerStore` of this tree."""
+        """The other tree's `hf_lowbit_kv.backends.operations`. It takes `StepInputs` and a `PagedStore` of this tree."""
         step = self.module("storage.step")
         return _TheirOperations(self.module("backends.operations"), getattr(step, "StepInputs", None) or step.Chunk)
 

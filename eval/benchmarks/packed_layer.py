@@ -20,7 +20,7 @@ from hf_lowbit_kv.backends import operations as ops
 from hf_lowbit_kv.formats import Format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
+from hf_lowbit_kv.storage.paged_store import LayerState, PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels import determinism
 
@@ -199,7 +199,7 @@ class PackedCase:
     def attend_at(self, token: int, counters: tuple[torch.Tensor, torch.Tensor], backend: str) -> torch.Tensor:
         """The attention of `step`, for rows with the lengths in `counters` (from `counters_along`)."""
         state = self.state._replace(length=counters[0], paged=counters[1])
-        return self.ops.attend(self._token(token), LayerStore(state, self.spec), backend)
+        return self.ops.attend(self._token(token), PagedStore.over(state, self.spec), backend)
 
     def counters_along(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """`length` and `paged` before each of the next `page_size` steps."""

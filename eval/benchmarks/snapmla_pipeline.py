@@ -12,7 +12,7 @@ import torch
 
 from hf_lowbit_kv.formats.fp8 import Fp8, scale_of, to_e4m3
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, read_pages
+from hf_lowbit_kv.storage.paged_store import LayerState, PagedStore, read_pages
 from hf_lowbit_kv.storage.step import StepInputs
 
 #: tokens in a block; their weights share a scale
@@ -68,7 +68,7 @@ def attention(
     return out / total[:, None], top + torch.log(p_scale * total)
 
 
-def attend(inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def attend(inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     """`Operations.attend` by this pipeline, in float32. Attention to stored tokens is quantized, attention to the new tokens
     is exact.
 

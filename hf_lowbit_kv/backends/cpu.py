@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 from ..storage.reference import QUERY_BLOCK, Reference, history, plain_attention
 from ..storage.step import StepInputs
 
@@ -23,7 +23,7 @@ SCORES = 2**24
 class Cpu(Reference):
     """Operations on CPUs."""
 
-    def _attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def _attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         batch, heads, tokens, _ = inputs.k.shape
         stored = int(store.state.length.max()) + tokens
         rows = max(BUFFER_NUMBERS // (stored * heads * (inputs.k.shape[-1] + inputs.v.shape[-1])), 1)
@@ -39,7 +39,7 @@ class Cpu(Reference):
 OPERATIONS = Cpu()
 
 
-def _attend(step_inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def _attend(step_inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     """Attention of sequences whose unpacked histories fit into memory together."""
     q, mask, softcap, sinks = step_inputs.queries.float(), step_inputs.mask, step_inputs.softcap, step_inputs.sinks
     tokens, new_tokens = q.shape[2], step_inputs.k.shape[2]
@@ -61,7 +61,7 @@ def _attend(step_inputs: StepInputs, store: LayerStore) -> torch.Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _gathered(inputs: StepInputs, store: LayerStore):
+def _gathered(inputs: StepInputs, store: PagedStore):
     """The stored tokens, in any order, followed by the new tokens: keys and values float32 `[B, H, n, D]`. And a mask of the
     stored tokens of each row, bool `[B, n - S]`, or `None` if all are valid."""
     k, v, mask = inputs[1:4]

@@ -15,7 +15,7 @@ from typing import Any, get_origin, get_type_hints
 import torch
 
 from ..storage.layer_spec import LayerSpec
-from ..storage.paged_store import READ_ONLY, LayerState, LayerStore
+from ..storage.paged_store import READ_ONLY, LayerState, PagedStore
 from ..storage.step import Operations, StepInputs
 from .choice import operations_of
 
@@ -64,7 +64,7 @@ def _operation(name: str, result: str, mutates: bool, work: Callable, fake: Call
 
     def run(*args):
         spec, backend = LayerSpec.parse(args[_NUMBER_OF_INPUTS]), args[_NUMBER_OF_INPUTS + 1]
-        store = LayerStore(_state(args[_NUMBER_OF_INPUTS + 2 :]), spec)
+        store = PagedStore.over(_state(args[_NUMBER_OF_INPUTS + 2 :]), spec)
         return work(operations_of(backend, spec.attention_kind.name), StepInputs(*args[:_NUMBER_OF_INPUTS]), store)
 
     operation = torch.library.custom_op(f"hf_lowbit_kv::{name}", run, mutates_args=written, schema=schema)
@@ -72,7 +72,7 @@ def _operation(name: str, result: str, mutates: bool, work: Callable, fake: Call
         lambda *args: fake(StepInputs(*args[:_NUMBER_OF_INPUTS]), LayerSpec.parse(args[_NUMBER_OF_INPUTS]))
     )
 
-    def call(inputs: StepInputs, store: LayerStore, backend: str):
+    def call(inputs: StepInputs, store: PagedStore, backend: str):
         return operation(*inputs, store.key, backend, *_flat(store.state))
 
     return call
@@ -84,15 +84,15 @@ def _output(inputs: StepInputs, spec: LayerSpec) -> torch.Tensor:
     return q.new_empty(batch, tokens, heads, spec.attention_kind.widths(k.shape[-1], v.shape[-1])[1])
 
 
-def _attend_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def _attend_whole(operations: Operations, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     return _with_all_queries(operations.attend, operations, inputs, store)
 
 
-def _step_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def _step_whole(operations: Operations, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     return _with_all_queries(operations.step, operations, inputs, store)
 
 
-def _with_all_queries(work: Callable, operations: Operations, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+def _with_all_queries(work: Callable, operations: Operations, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
     """The output of `attend` or `step`. A backend that needs a query per token gets zeros for missing queries."""
     if operations.allows_fewer_queries or (before := inputs.tokens_before) == 0:
         return work(inputs, store).contiguous()
@@ -100,7 +100,7 @@ def _with_all_queries(work: Callable, operations: Operations, inputs: StepInputs
     return work(filled, store)[:, before:].contiguous()
 
 
-def _append_whole(operations: Operations, inputs: StepInputs, store: LayerStore) -> None:
+def _append_whole(operations: Operations, inputs: StepInputs, store: PagedStore) -> None:
     operations.append(inputs, store)
 
 
@@ -121,14 +121,14 @@ def _watched(x: Any) -> bool:
     )
 
 
-def attend(inputs: StepInputs, store: LayerStore, backend: str) -> torch.Tensor:
+def attend(inputs: StepInputs, store: PagedStore, backend: str) -> torch.Tensor:
     """`Operations.attend` on the backend with this name."""
     if _watched(inputs.k):
         return _attend(inputs, store, backend)
     return _attend_whole(operations_of(backend, store.spec.attention_kind.name), inputs, store)
 
 
-def step(inputs: StepInputs, store: LayerStore, backend: str) -> torch.Tensor:
+def step(inputs: StepInputs, store: PagedStore, backend: str) -> torch.Tensor:
     """`Operations.step` on the backend with this name. Compilation can neither reorder nor separate attending and
     storing."""
     if _watched(inputs.k):
@@ -136,7 +136,7 @@ def step(inputs: StepInputs, store: LayerStore, backend: str) -> torch.Tensor:
     return _step_whole(operations_of(backend, store.spec.attention_kind.name), inputs, store)
 
 
-def append(inputs: StepInputs, store: LayerStore, backend: str) -> None:
+def append(inputs: StepInputs, store: PagedStore, backend: str) -> None:
     """`Operations.append` on the backend with this name. After an `attend` of the same layer, use `step` instead:
     inductor moves a separate append before the attend, and must then copy the whole pool."""
     if _watched(inputs.k):
@@ -144,11 +144,11 @@ def append(inputs: StepInputs, store: LayerStore, backend: str) -> None:
     return operations_of(backend, store.spec.attention_kind.name).append(inputs, store)
 
 
-def expect_steps(inputs: StepInputs, store: LayerStore, backend: str, masked: bool) -> None:
+def expect_steps(inputs: StepInputs, store: PagedStore, backend: str, masked: bool) -> None:
     """`Operations.expect_steps` on the backend with this name."""
     operations_of(backend, store.spec.attention_kind.name).expect_steps(inputs, store, masked)
 
 
-def read(store: LayerStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+def read(store: PagedStore, max_length: int, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read` on the backend with this name."""
     return operations_of(backend, store.spec.attention_kind.name).read(store, max_length)

@@ -16,7 +16,7 @@ import torch
 from ..storage.content_digests import EmbeddedRows, rows_digest
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PageUser, Slab, locate, references_in, upload
-from ..storage.paged_store import WINDOWS, LayerStore, PagedStore, read_pages, write_pages
+from ..storage.paged_store import WINDOWS, PagedStore, read_pages, write_pages
 from ..storage.row_memory import page_addresses
 from .model_positions import Values, joined_positions
 
@@ -402,7 +402,7 @@ def trim(prompts: Sequence[Contents], slab: Slab) -> None:
 
 @torch.no_grad()
 @torch.inference_mode(False)
-def take_rows(stores: Mapping[int, LayerStore], rows: Sequence[int] | None = None) -> Contents:
+def take_rows(stores: Mapping[int, PagedStore], rows: Sequence[int] | None = None) -> Contents:
     """Take rows of the stores of a cache's layers, by index. Pages are not copied. Waits for the device.
 
     Args:
@@ -420,7 +420,7 @@ def take_rows(stores: Mapping[int, LayerStore], rows: Sequence[int] | None = Non
     for index, store in stores.items():
         state, spec = store.state, store.spec
         if spec.paging not in contents.groups:
-            slabs = store.memory.tables.slabs if isinstance(store, PagedStore) else map(Slab, map(len, state.pool))
+            slabs = store.memory.pages.slabs if store.memory is not None else map(Slab, map(len, state.pool))
             paged, table = _numbers(state.paged)[chosen, 0], _numbers(state.page_table)[chosen]
             new = PagedLayers(spec, list(slabs), table[:, : -(-int(paged.max()) // spec.page_size)], paged, {})
             contents.groups[spec.paging] = new._replace(table=np.where(new.present, new.table, 0))

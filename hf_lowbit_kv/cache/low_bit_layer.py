@@ -15,7 +15,7 @@ from ..backends import choice
 from ..backends import operations as ops
 from ..storage.layer_spec import LayerSpec
 from ..storage.model_sides import DIRECT, ModelSide
-from ..storage.paged_store import LayerStore, PagedStore
+from ..storage.paged_store import PagedStore
 from ..storage.reference import as_made, plain_attention, unpack_into_tail
 from ..storage.row_memory import RowMemory, fork_stores
 from ..storage.step import StepInputs
@@ -141,7 +141,7 @@ class LowBitLayer(CacheLayerMixin):
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, key_states.shape[0]
         sizes = self.batch_size, heads, *head_dims, self.dtype, self.device, self.length.capacity
         memory = self.memories.get(self.spec.paging)
-        if memory is not None and memory.tables.rows != self.batch_size:
+        if memory is not None and memory.pages.rows != self.batch_size:
             memory = None
         self.store = PagedStore(self.spec, *sizes, self._records(heads, head_dims), memory)
         self.memories[self.spec.paging] = self.store.memory
@@ -312,7 +312,7 @@ class LowBitLayer(CacheLayerMixin):
             setattr(new, name, copy.deepcopy(getattr(self, name), memo))
         return new
 
-    def over(self, store: LayerStore, length: PoolLength) -> LowBitLayer:
+    def over(self, store: PagedStore, length: PoolLength) -> LowBitLayer:
         """The same layer over rows of a pool, which have the length that the pool sets."""
         new: Any = copy.copy(self)
         new.store, new.batch_size, new.length, new.memories, new.step_rows = store, store.batch_size, length, {}, ()

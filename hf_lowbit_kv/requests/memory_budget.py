@@ -10,7 +10,7 @@ import torch
 
 from ..byte_sizes import parse_size
 from ..generation.prefill import GpuMemory
-from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, LayerStore
+from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, PagedStore
 from .ring_memory import RingShape
 from .slot_memory import TABLE_STEP
 
@@ -44,7 +44,7 @@ def free_memory(device: torch.device) -> int:
     return 4 * 2**30  # this machine does not say how much memory is free
 
 
-def slot_bytes(layers: Sequence[LayerStore], sinks: bool) -> int:
+def slot_bytes(layers: Sequence[PagedStore], sinks: bool) -> int:
     """Bytes of a slot without its page table: window and counters. sinks: add one more sink, for a kept prefix."""
     total = 0
     for layer in layers:
@@ -53,12 +53,12 @@ def slot_bytes(layers: Sequence[LayerStore], sinks: bool) -> int:
     return total
 
 
-def _rounded(layers: Sequence[LayerStore], tokens: int) -> int:
+def _rounded(layers: Sequence[PagedStore], tokens: int) -> int:
     """Tokens of the pages that a row of this many tokens takes."""
     return max(max(layer.spec.pages_for(tokens), 1) * layer.spec.page_size for layer in layers)
 
 
-def _table_bytes(layers: Sequence[LayerStore], max_length: int) -> int:
+def _table_bytes(layers: Sequence[PagedStore], max_length: int) -> int:
     """Bytes of a slot's page tables. An entry is a page's number, and an address in each layer."""
     numbers = {(layer.spec.paging, layer.device): layer.spec for layer in layers}
     sizes = [*((4, spec) for spec in numbers.values()), *((8, layer.spec) for layer in layers)]
@@ -66,7 +66,7 @@ def _table_bytes(layers: Sequence[LayerStore], max_length: int) -> int:
 
 
 def pool_size(
-    layers: Sequence[LayerStore],
+    layers: Sequence[PagedStore],
     memory: int,
     limits: Sequence[int] | None,
     longest: int | None,
@@ -122,7 +122,7 @@ def pool_size(
     return PoolSize(slots, max(min(tokens_beside(slots), sum(needs[:slots])), page), max_length)
 
 
-def _room(layers: Sequence[LayerStore], tokens: int) -> int:
+def _room(layers: Sequence[PagedStore], tokens: int) -> int:
     """Tokens that a row can hold if it has all pages of a pool for `tokens` tokens."""
     return min(layer.spec.room(tokens // layer.spec.page_size) for layer in layers)
 

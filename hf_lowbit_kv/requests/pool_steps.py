@@ -24,7 +24,7 @@ from ..cache.native_layers import SLIDING
 from ..generation import recording
 from ..generation.fusing import MAX_FUSED_ROWS, compile_ahead, compiling
 from ..generation.kept_caches import kept_caches
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 from .memory_budget import USABLE, activation_bytes, free_memory, pool_size
 from .pool_models import longest_row
 from .ring_memory import ring_shapes
@@ -61,7 +61,7 @@ def read_once(model: Any, cache: LowBitCache, tokens: int) -> None:
     model(ids, position_ids=positions, use_cache=True, logits_to_keep=1, **as_argument(cache))
 
 
-def stored_layers(cache: LowBitCache) -> list[LayerStore]:
+def stored_layers(cache: LowBitCache) -> list[PagedStore]:
     """Stores with the sizes and parameters of a cache's layers. The cache must have read tokens."""
     return [layer.store.without_rows() for layer in cache.packed_layers if layer.store is not None]
 

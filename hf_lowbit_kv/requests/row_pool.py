@@ -21,7 +21,7 @@ import torch
 from ..cache.contents import Contents, PackedLayer, PagedLayers
 from ..storage.layer_spec import LayerSpec
 from ..storage.page_pool import PagePool, locate
-from ..storage.paged_store import LayerStore
+from ..storage.paged_store import PagedStore
 from .ring_memory import RingShape
 from .slot_memory import Pair, SlotMemory
 
@@ -77,7 +77,7 @@ class RowPool:
 
     def __init__(
         self,
-        layers: Sequence[LayerStore],
+        layers: Sequence[PagedStore],
         slots: int,
         tokens: int,
         max_length: int,
@@ -156,7 +156,7 @@ class RowPool:
             missing = self.missing(limit, prefix := find())  # some of its pages may be gone
         if missing <= 0:
             return self.enter(limit, prefix)
-        self.detach()
+        self.drop_unread()
         return None
 
     def adopt(self, row: Row, prefix: Prefix) -> None:
@@ -261,13 +261,13 @@ class RowPool:
     def release(self, pages: dict[Hashable, list[int]]) -> int:
         """Release a reference to each of these pages, by paging. Returns the number of pages of the pool that became free."""
         freed = sum(self.page_pools[paging].release(numbers) for paging, numbers in pages.items())
-        self.detach()
+        self.drop_unread()
         return freed
 
     # ---- kept prompts -----------------------------------------------------------------------------------------------
 
     def kept(self, contents: Contents, rings: Sequence[Pair] = ()) -> Prefix:
-        """A kept prompt as a prefix for a row. Its pages are attached, not copied, and it must be adopted at once.
+        """A kept prompt as a prefix for a row. Its pages are adopted, not copied, and it must be adopted at once.
 
         Args:
             contents: the prompt's (one row).
@@ -278,7 +278,7 @@ class RowPool:
         prefix = Prefix(int(contents.lengths[0]), {}, [], rings=list(rings))
         for paging, group in contents.groups.items():
             prefix.paged[paging] = int(group.paged[0])
-            prefix.pages[paging], opened = self._attach(paging, group, layers)
+            prefix.pages[paging], opened = self._adopt(paging, group, layers)
             if opened:
                 prefix.opened[paging] = opened
         for alike in self.memory.groups:
@@ -288,10 +288,10 @@ class RowPool:
             prefix.tails.append((tail_k, tail_v))
         return prefix
 
-    def _attach(
+    def _adopt(
         self, paging: Hashable, group: PagedLayers, layers: Sequence[PackedLayer]
     ) -> tuple[list[int], list[torch.Tensor]]:
-        """Attach the slabs of a kept prompt's full pages. Returns the numbers of these pages; and of each layer the page after
+        """Adopt the slabs of a kept prompt's full pages. Returns the numbers of these pages; and of each layer the page after
         them, if there is one.
 
         Args:
@@ -306,7 +306,7 @@ class RowPool:
             slab = group.slabs[number]
             if slab not in pool.acquired:
                 pages = [self._in_layout(i, layers[i], number) for i in indices]
-                self.memory.attach(paging, pool.attach(slab), pages)
+                self.memory.adopt(paging, pool.adopt(slab), pages)
             firsts[number] = pool.first_page(pool.slabs.index(slab))
         located = list(zip(slabs.tolist(), places.tolist(), strict=True))
         opened = [
@@ -321,13 +321,13 @@ class RowPool:
         return layer._replace(slabs=[layer.slabs[slab][pages]]).in_layout_of(self.memory.stores[index].spec).slabs[0]
 
     def idle_bytes(self, more_than: float) -> int:
-        """Bytes of attached slabs that no row reads; 0 if all attached slabs together have at most `more_than` bytes."""
+        """Bytes of adopted slabs that no row reads; 0 if all adopted slabs together have at most `more_than` bytes."""
         sizes = {
             paging: sum(group.pages[:, 0].nbytes for group in self.memory.groups if group.paging == paging)
             for paging in self._specs
         }
-        attached = [(slab, paging) for paging, pages in self.page_pools.items() for slab in pages.attached]
-        if sum(len(slab) * sizes[paging] for slab, paging in attached) <= more_than:
+        adopted = [(slab, paging) for paging, pages in self.page_pools.items() for slab in pages.adopted]
+        if sum(len(slab) * sizes[paging] for slab, paging in adopted) <= more_than:
             return 0
         read = {
             self.page_pools[paging].slabs[number]
@@ -335,13 +335,13 @@ class RowPool:
             for paging, pages in row.pages.items()
             for number in {*locate(self.page_pools[paging].slabs, np.array(pages, dtype=np.int64))[0].tolist()}
         }
-        return sum(len(slab) * sizes[paging] for slab, paging in attached if slab not in read)
+        return sum(len(slab) * sizes[paging] for slab, paging in adopted if slab not in read)
 
-    def detach(self) -> None:
-        """Drop the attached slabs whose pages have no reference in this pool."""
+    def drop_unread(self) -> None:
+        """Drop the adopted slabs whose pages have no reference in this pool."""
         for paging, pages in self.page_pools.items():
-            for index in pages.detach():
-                self.memory.detach(paging, index)
+            for index in pages.drop_unread():
+                self.memory.drop(paging, index)
 
     def free(self) -> None:
         """Free all memory. The pool cannot be used afterwards."""

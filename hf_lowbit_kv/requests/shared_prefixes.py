@@ -64,7 +64,7 @@ class SharedPrefixes:
         """Remember the full pages of a row that holds these tokens (and perhaps more).
 
         Args:
-            limit: bytes of kept prompts that may stay attached to the pool although no row reads them.
+            limit: bytes of kept prompts that may stay in the pool although no row reads them.
         """
         lengths = self._pool.full_lengths(min(row.length, len(ids))) if self.sharing else []
         keys = list(self._keys(ids, lengths))

@@ -4,7 +4,7 @@ windows, rings. All slots share the pages.
 Layers of one shape share tensors, `[layers, slots, ...]`, so that a few launches move or empty a row. A layer's part of
 them looks like the state of a cache with `slots` rows, so kernels see no difference.
 
-Rows can also read pages of other owners in place, for example of kept prompts: those slabs are attached after the pool's own
+Rows can also read pages of other owners in place, for example of kept prompts: those slabs are adopted after the pool's own
 slab. The pool's own tensors keep their addresses.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from ..cache.ring_layer import Pair
 from ..storage.page_pool import upload
-from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, LayerStore
+from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, PagedStore
 from ..storage.row_memory import page_addresses
 from .ring_memory import RingMemory, RingShape
 
@@ -57,7 +57,7 @@ class SlotMemory:
 
     @torch.inference_mode(False)
     def __init__(
-        self, layers: Sequence[LayerStore], slots: int, tokens: int, max_length: int, rings: Sequence[RingShape]
+        self, layers: Sequence[PagedStore], slots: int, tokens: int, max_length: int, rings: Sequence[RingShape]
     ):
         self.slots, self.rings = slots, RingMemory(rings, slots, max_length)
         alike: dict[Hashable, list[int]] = defaultdict(list)
@@ -70,7 +70,7 @@ class SlotMemory:
         scratch: dict[torch.device, torch.Tensor] = {}
         for layer in sorted(layers, key=lambda layer: layer.num_heads):  # the last one needs most
             scratch[layer.device] = layer.state.length.new_zeros(slots * layer.num_heads * SCRATCH + 1)
-        stores: dict[int, LayerStore] = {}
+        stores: dict[int, PagedStore] = {}
         for group in self.groups:
             device = group.pages.device
             if (group.paging, device) not in self.tables:
@@ -83,11 +83,11 @@ class SlotMemory:
                     **dict(zip(COUNTERS, group.counters[:, place], strict=True)),
                 }
                 state = layers[index].state._replace(pool=[group.pages[place]], scratch=scratch[device], **of_rows)
-                stores[index] = LayerStore(state, layers[index].spec)
+                stores[index] = PagedStore.over(state, layers[index].spec)
         #: for each layer, in order: a store of all slots
         self.stores = [stores[index] for index in range(len(layers))]
 
-    def _group(self, like: LayerStore, layers: list[int], tokens: int, max_length: int) -> _Group:
+    def _group(self, like: PagedStore, layers: list[int], tokens: int, max_length: int) -> _Group:
         spec, device, rows = like.spec, like.device, (len(layers), self.slots)
         windows = [
             torch.zeros(*rows, *x.shape[1:], dtype=x.dtype, device=device)
@@ -101,11 +101,11 @@ class SlotMemory:
 
     # ---- slabs of others -----------------------------------------------------------------------------------------
 
-    def attach(self, paging: Hashable, place: int, slabs: Sequence[torch.Tensor]) -> None:
+    def adopt(self, paging: Hashable, place: int, slabs: Sequence[torch.Tensor]) -> None:
         """Let rows read pages of another owner.
 
         Args:
-            place: index among the slabs of the pool: that of a detached slab with the same number of pages, or the next new
+            place: index among the slabs of the pool: that of a dropped slab with the same number of pages, or the next new
                 index.
             slabs: for each layer of this paging, in order, uint8 `[n, heads, page_bytes]` on the layer's device, in its
                 layout.
@@ -113,8 +113,8 @@ class SlotMemory:
         for index, slab in zip(self.layers_of(paging), slabs, strict=True):
             self.stores[index].state.pool[place : place + 1] = [slab]  # views of the state have the same list
 
-    def detach(self, paging: Hashable, place: int) -> None:
-        """Drop an attached slab that no row uses. Its page numbers stay reserved, without memory. Tables of empty slots may
+    def drop(self, paging: Hashable, place: int) -> None:
+        """Drop an adopted slab that no row uses. Its page numbers stay reserved, without memory. Tables of empty slots may
         still contain them, but nothing reads those tables."""
         for index in self.layers_of(paging):
             pool = self.stores[index].state.pool
@@ -202,7 +202,7 @@ class SlotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the pool has allocated, without the layers' parameters and attached slabs, which have other owners."""
+        """Bytes that the pool has allocated, without the layers' parameters and adopted slabs, which have other owners."""
         sizes = {}
         for state in (store.state for store in self.stores):
             for tensor in state._replace(parameters=[], pool=state.pool[:1]).tensors():

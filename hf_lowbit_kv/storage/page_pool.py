@@ -99,7 +99,7 @@ def locate(slabs: Sequence[Any], numbers: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 class Numbers(NamedTuple):
-    """The page numbers that a batch is about to have (`PageTables`)."""
+    """The page numbers that a batch is about to have (`RowPages`)."""
 
     slabs: list[Slab]
     table: np.ndarray
@@ -110,7 +110,7 @@ class Numbers(NamedTuple):
     """int64 `[m]`, `[m]`: pages that are not full, and the pages that get their bytes"""
 
 
-class PageTables(PageUser):
+class RowPages(PageUser):
     """The page numbers of a batch, for all layers of a cache that have the same paging.
 
     Every entry of `table` names a page. Those before the end of a row's full pages may be shared. All others belong to the row
@@ -214,7 +214,7 @@ class PageTables(PageUser):
         table[~adopted] = np.arange(count)
         return Numbers([*([Slab(own)] if own else []), *slabs], table)
 
-    def fork(self, n: int, full: np.ndarray, width: int) -> list[PageTables]:
+    def fork(self, n: int, full: np.ndarray, width: int) -> list[RowPages]:
         """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row."""
         adopted = np.arange(width) < full[:, None]
         ids = np.zeros(adopted.shape, dtype=np.int64)
@@ -223,7 +223,7 @@ class PageTables(PageUser):
         used = np.unique(slab[adopted])
         firsts = np.zeros(len(self.slabs), dtype=np.int64)
         firsts[used] = np.cumsum([0, *(len(self.slabs[each]) for each in used)])[:-1]
-        forks = [PageTables(self.rows, 0) for _ in range(n)]
+        forks = [RowPages(self.rows, 0) for _ in range(n)]
         for fork in forks:
             fork.set(fork.adopting([self.slabs[each] for each in used], firsts[slab] + index, adopted))
         return forks
@@ -263,7 +263,7 @@ class PageTables(PageUser):
 
 class PagePool(PageUser):
     """The page numbers of a pool of rows, for all layers with the same paging. Rows, and prefixes that are remembered, have
-    references to pages. Pages of kept prompts and of caches are attached: rows read them where they lie.
+    references to pages. Pages of kept prompts and of caches are adopted: rows read them where they lie.
 
     Args:
         count: pages of the pool, numbered from 0. Attached pages have the numbers after them.
@@ -272,7 +272,7 @@ class PagePool(PageUser):
     def __init__(self, count: int):
         super().__init__()
         self.count = count
-        #: in the order of numbers. Those of a detached slab have no references, and are free for a slab of the same size
+        #: in the order of numbers. Those of a dropped slab have no references, and are free for a slab of the same size
         self.slabs = [Slab(count)]
         self._hold(self.slabs[0], counts_memory=True)
 
@@ -320,10 +320,10 @@ class PagePool(PageUser):
         return sum(map(len, self.slabs[:index]))
 
     @property
-    def attached(self) -> list[Slab]:
+    def adopted(self) -> list[Slab]:
         return [slab for slab in self.acquired if slab is not self.slabs[0]]
 
-    def attach(self, slab: Slab) -> int:
+    def adopt(self, slab: Slab) -> int:
         """Number the pages of a slab. Returns its index among the slabs."""
         gone = (index for index, each in enumerate(self.slabs) if each not in self.acquired and len(each) == len(slab))
         index = next(gone, len(self.slabs))
@@ -331,9 +331,9 @@ class PagePool(PageUser):
         self._hold(slab)
         return index
 
-    def detach(self) -> list[int]:
-        """Forget attached slabs to whose pages nothing here has a reference. Returns their indices in `slabs`."""
-        gone = [slab for slab in self.attached if not self.acquired[slab].any()]
+    def drop_unread(self) -> list[int]:
+        """Forget adopted slabs to whose pages nothing here has a reference. Returns their indices in `slabs`."""
+        gone = [slab for slab in self.adopted if not self.acquired[slab].any()]
         if gone:
             self.set_references({slab: counts for slab, counts in self.acquired.items() if slab not in gone})
         return [self.slabs.index(slab) for slab in gone]

@@ -80,88 +80,25 @@ class LayerState(NamedTuple):
         return self._replace(**chosen)
 
 
-class LayerStore:
-    """The tensors of a layer, and the spec that defines their meaning. Backends get this object.
-
-    Attributes:
-        key: the spec's text form.
-        kernels: kernels that a backend has prepared for exactly these tensors, by shape of the inputs. Setting `state` or
-            `spec` empties it, because prepared kernels hold addresses.
-    """
-
-    kernels: dict[Any, Any]
-    key: str
-    _tensors: dict[str, tuple[torch.Tensor, ...]] | None
-
-    def __init__(self, state: LayerState, spec: LayerSpec):
-        self.spec, self.state = spec, state
-        self.batch_size, self.num_heads = state.length.shape
-        self.head_dim_k, self.head_dim_v = state.head_dims
-        self.dtype, self.device = state.sink_k.dtype, state.length.device
-
-    def __setattr__(self, name: str, value: Any) -> None:  # no properties: steps read these often
-        before = self.__dict__.get(name)
-        object.__setattr__(self, name, value)
-        if name == "spec":
-            self.key = value.key  # computed here, because a compiled step only reads it
-        if name == "state" and before is not None and before.parameters is value.parameters:
-            self.kernels = {}  # each chunk of a prompt changes the state, and no parameter
-        elif name in ("spec", "state"):
-            self._forget()
-
-    def _forget(self) -> None:
-        """Prepared kernels and views are those of other tensors."""
-        self.__dict__.update(kernels={}, _tensors=None)
-
-    def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name not in ("kernels", "_tensors")}
-
-    def __setstate__(self, attributes):
-        self.__dict__.update(attributes)
-        self._forget()
-
-    def rows(self, rows: slice) -> LayerStore:
-        """A store of a range of rows, on the same memory."""
-        return LayerStore(self.state.rows(rows), self.spec)
-
-    def without_rows(self) -> LayerStore:
-        """A store with the sizes and parameters of this one, which has no rows and no pages."""
-        state = self.state.rows(slice(0, 0))
-        copied: dict[str, Any] = {name: x.clone() for name, x in state._asdict().items() if isinstance(x, torch.Tensor)}
-        return LayerStore(state._replace(pool=[], **copied), self.spec)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page of one KV head."""
-        return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
-
-    @property
-    def token_bytes(self) -> float:
-        """Bytes of a packed token, for all KV heads together."""
-        return self.num_heads * self.page_bytes / self.spec.page_size
-
-    def row_bytes(self, *fields: str) -> int:
-        """Bytes of a row in these fields of `LayerState`."""
-        return sum(x.shape[1:].numel() * x.itemsize for x in (getattr(self.state, name) for name in fields))
-
-    def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens. No-op here: a view never grows."""
-
-    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
-        """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""
-        if self._tensors is None:
-            self._tensors = self.spec.tensors(self.state)
-        return self._tensors
-
-
-class PagedStore(LayerStore):
-    """Owns a layer's `LayerState`. `RowMemory` changes which pages its rows have.
+class PagedStore:
+    """The tensors of a layer (`LayerState`), and the spec that defines their meaning. Backends get this object.
 
     Args:
         capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs.
         parameters: the layer's records, see `LayerState`.
         memory: that of the rows, which layers with the same paging share; `None`: it is of this layer only.
+
+    Attributes:
+        memory: changes which pages the rows have. `None` in a store over tensors of others (`over`), such as a pool's.
+        key: the spec's text form.
+        kernels: kernels that a backend has prepared for exactly these tensors, by shape of the inputs. Setting `state` or
+            `spec` empties it, because prepared kernels hold addresses.
     """
+
+    memory: RowMemory
+    kernels: dict[Any, Any]
+    key: str
+    _tensors: dict[str, tuple[torch.Tensor, ...]] | None
 
     # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
     @torch.inference_mode(False)
@@ -200,10 +137,68 @@ class PagedStore(LayerStore):
             scratch=zeros(batch_size * num_heads * SCRATCH + 1),
             parameters=list(parameters),
         )
-        super().__init__(state, spec)
-        self.capacity = capacity
-        self.memory = memory or RowMemory.of(spec, batch_size, capacity)
+        self._have(state, spec, memory or RowMemory.of(spec, batch_size, capacity))
         self.memory.join(self)
+
+    @classmethod
+    def over(cls, state: LayerState, spec: LayerSpec) -> PagedStore:
+        """A store over these tensors. Who allocated them says which pages its rows have."""
+        store = cls.__new__(cls)
+        store._have(state, spec, None)
+        return store
+
+    def _have(self, state: LayerState, spec: LayerSpec, memory: Any) -> None:
+        self.spec, self.state, self.memory = spec, state, memory
+        self.batch_size, self.num_heads = state.length.shape
+        self.head_dim_k, self.head_dim_v = state.head_dims
+        self.dtype, self.device = state.sink_k.dtype, state.length.device
+
+    def __setattr__(self, name: str, value: Any) -> None:  # no properties: steps read these often
+        before = self.__dict__.get(name)
+        object.__setattr__(self, name, value)
+        if name == "spec":
+            self.key = value.key  # computed here, because a compiled step only reads it
+        if name == "state" and before is not None and before.parameters is value.parameters:
+            self.kernels = {}  # each chunk of a prompt changes the state, and no parameter
+        elif name in ("spec", "state"):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Prepared kernels and views are those of other tensors."""
+        self.__dict__.update(kernels={}, _tensors=None)
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name not in ("kernels", "_tensors")}
+
+    def rows(self, rows: slice) -> PagedStore:
+        """A store of a range of rows, on the same memory."""
+        return PagedStore.over(self.state.rows(rows), self.spec)
+
+    def without_rows(self) -> PagedStore:
+        """A store with the sizes and parameters of this one, which has no rows and no pages."""
+        state = self.state.rows(slice(0, 0))
+        copied: dict[str, Any] = {name: x.clone() for name, x in state._asdict().items() if isinstance(x, torch.Tensor)}
+        return PagedStore.over(state._replace(pool=[], **copied), self.spec)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one KV head."""
+        return sum(self.spec.part_bytes(self.head_dim_k, self.head_dim_v, self.dtype))
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a packed token, for all KV heads together."""
+        return self.num_heads * self.page_bytes / self.spec.page_size
+
+    def row_bytes(self, *fields: str) -> int:
+        """Bytes of a row in these fields of `LayerState`."""
+        return sum(x.shape[1:].numel() * x.itemsize for x in (getattr(self.state, name) for name in fields))
+
+    def tensors(self) -> dict[str, tuple[torch.Tensor, ...]]:
+        """By role, the parameters that it holds, `[H or 1, ...]` each: views of the records, see `LayerSpec.tensors`."""
+        if self._tensors is None:
+            self._tensors = self.spec.tensors(self.state)
+        return self._tensors
 
     # ---- capacity -------------------------------------------------------------------------------------------------
 
@@ -219,8 +214,9 @@ class PagedStore(LayerStore):
         return torch.zeros(pages, self.num_heads, self.page_bytes, dtype=torch.uint8, device=self.device)
 
     def reserve(self, length: int) -> None:
-        """Make room for rows of `length` tokens, in all layers of the rows."""
-        self.memory.reserve(length)
+        """Make room for rows of `length` tokens, in all layers of the rows. No-op over tensors of others."""
+        if self.memory is not None:
+            self.memory.reserve(length)
 
     # ---- tensors --------------------------------------------------------------------------------------------------
 
@@ -232,14 +228,14 @@ class PagedStore(LayerStore):
             if isinstance(new, list):
                 if len(new) != len(old) or any(map(operator.is_not, new, old)):
                     replaced[name] = new
-            elif self.capacity is not None and new.shape == old.shape:
+            elif self.memory.capacity is not None and new.shape == old.shape:
                 if new is not old:
                     old.copy_(new)
             elif new is not old:
                 replaced[name] = new
         if replaced:
             self.state = self.state._replace(**replaced)
-            if self.capacity is not None:
+            if self.memory.capacity is not None:
                 self._mark_static()
         self.batch_size = len(self.state.length)
 
@@ -249,13 +245,15 @@ class PagedStore(LayerStore):
 
     def __setstate__(self, attributes):
         # a copy has other addresses: copy.deepcopy and pickle both come here
-        super().__setstate__(attributes)
-        self.memory.join(self)
+        self.__dict__.update(attributes)
+        self._forget()
+        if self.memory is not None:
+            self.memory.join(self)
 
     def fork(self, state: LayerState, memory: RowMemory) -> PagedStore:
         """A store with these tensors, of these rows. The caller adds it to the memory."""
         new = type(self).__new__(type(self))
-        new.__dict__.update(self.__dict__, capacity=memory.capacity, state=state, memory=memory)
+        new.__dict__.update(self.__dict__, state=state, memory=memory)
         new._forget()
         if memory.capacity is not None:
             new._mark_static()
@@ -277,7 +275,7 @@ class PagedStore(LayerStore):
         without tokens, tables and counters). Shared pages count once. If several stores share them, they count in the
         store that owns their slab. Reads lengths from the device."""
         state = self.state
-        slabs = [memory for memory, slab in zip(state.pool, self.memory.tables.slabs, strict=True) if self._owns(slab)]
+        slabs = [memory for memory, slab in zip(state.pool, self.memory.pages.slabs, strict=True) if self._owns(slab)]
         records = [record for record in state.parameters if _counts_in(record, self)]
         other = [*state.pool, *state.parameters]
         total = sum(tensor.nbytes for tensor in [*state.tensors(), *slabs, *records]) - sum(x.nbytes for x in other)
@@ -291,7 +289,7 @@ class PagedStore(LayerStore):
         return stored | {"unused": total - sum(stored.values())}
 
     def _owns(self, slab: Slab) -> bool:
-        return slab.owner is self.memory.tables
+        return slab.owner is self.memory.pages
 
     def stored_bytes(self) -> int:
         """Bytes of pages in use, window and parameters. Shared bytes that count in another store are included."""
@@ -303,7 +301,7 @@ class PagedStore(LayerStore):
         state, spec = self.state, self.spec
         used = torch.arange(self.pages_per_row, device=self.device) < -(-state.paged[:, :1] // spec.page_size)
         ids = torch.unique(state.page_table[used]).long()
-        if only_owned and not all(owned := list(map(self._owns, self.memory.tables.slabs))):
+        if only_owned and not all(owned := list(map(self._owns, self.memory.pages.slabs))):
             lengths = torch.tensor([len(slab) for slab in state.pool])
             ids = ids[torch.tensor(owned).repeat_interleave(lengths).to(self.device)[ids]]
         pages, head_dims = ids.numel() * self.num_heads, (self.head_dim_k, self.head_dim_v)

@@ -26,7 +26,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .paged_store import LayerStore
+from .paged_store import PagedStore
 
 T = TypeVar("T")
 #: nanoseconds. The clock of a file system advances in steps; a file that is written twice within one step looks unchanged
@@ -266,8 +266,8 @@ def cache_stamp(cache: Any) -> tuple:
 def _tensors(value: Any, depth: int, ignored: tuple[type, ...]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, LayerStore):
-        # kernels find pages by tables, from the first slab on; a pool of rows attaches others and detaches them
+    elif isinstance(value, PagedStore):
+        # kernels find pages by tables, from the first slab on; a pool of rows adopts others and drops them
         yield from value.state._replace(pool=value.state.pool[:1]).tensors()
     elif isinstance(value, Mapping):
         for item in value.values():

@@ -15,7 +15,7 @@ import torch
 
 from ..formats import Format
 from ..formats.base import Tensors
-from .paged_store import LayerState, LayerStore, read_pages
+from .paged_store import LayerState, PagedStore, read_pages
 from .step import Operations, StepInputs
 from .transforms import Transform
 
@@ -81,7 +81,7 @@ class _Softmax:
         return out.reshape(*self.shape, -1).transpose(1, 2)
 
 
-def transformed(inputs: StepInputs, store: LayerStore) -> StepInputs:
+def transformed(inputs: StepInputs, store: PagedStore) -> StepInputs:
     """The inputs with the layer's transforms applied."""
     return transformed_with(transform, inputs, store)
 
@@ -93,7 +93,7 @@ def transform(
     return None if q is None else linear_map.counterpart(q, tensors, x.shape[1]), linear_map.forward(x, tensors)
 
 
-def transformed_with(kernel: Callable, inputs: StepInputs, store: LayerStore, keys: bool = True) -> StepInputs:
+def transformed_with(kernel: Callable, inputs: StepInputs, store: PagedStore, keys: bool = True) -> StepInputs:
     """Like `transformed`, but calls `kernel` instead of `transform` for transforms with `fused` set. keys: whether to
     transform queries and keys too."""
     spec = store.spec
@@ -111,7 +111,7 @@ def transformed_with(kernel: Callable, inputs: StepInputs, store: LayerStore, ke
     return inputs._replace(q=q, k=k, v=v, score_bias=score_bias)
 
 
-def restored(out: torch.Tensor, store: LayerStore, kernel: Callable | None = None) -> torch.Tensor:
+def restored(out: torch.Tensor, store: PagedStore, kernel: Callable | None = None) -> torch.Tensor:
     """Map an output over stored values, `[B, S, Hq, D]`, back to the output that the model expects. kernel: applies a
     rotation that is its own inverse, in one launch."""
     value_transform = store.spec.value_transform
@@ -123,7 +123,7 @@ def restored(out: torch.Tensor, store: LayerStore, kernel: Callable | None = Non
     return value_transform.inverse(out.transpose(1, 2), tensors, heads).transpose(1, 2)
 
 
-def as_made(keys: torch.Tensor, values: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
+def as_made(keys: torch.Tensor, values: torch.Tensor, store: PagedStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Map the result of `read`, `[B, H, n, D]`, back to the tokens that the model made."""
     spec, tensors, heads = store.spec, store.tensors(), keys.shape[1]
     return (
@@ -137,10 +137,10 @@ class Reference(Operations):
 
     allows_fewer_queries = True
 
-    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         return restored(self._attend(transformed(inputs, store), store), store)
 
-    def _attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def _attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         """`attend` for inputs that are already transformed."""
         (q, k, v, mask), attention_kind, outputs = (inputs.queries, *inputs[1:4]), store.spec.attention_kind, []
         before = inputs.tokens_before
@@ -158,7 +158,7 @@ class Reference(Operations):
             outputs.append(softmax.result(inputs.sinks).to(q.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
-    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+    def append(self, inputs: StepInputs, store: PagedStore) -> None:
         _, k, v, mask, *_ = transformed(inputs._replace(q=None), store)
         state, spec = store.state, store.spec
         room = spec.room(state.page_table.shape[1])
@@ -180,7 +180,7 @@ class Reference(Operations):
             if fits > to_sink:
                 _store_row(keys[:, to_sink:], values[:, to_sink:], row, tokens, paged, store)
 
-    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         state, spec = store.state, store.spec
         length, dtype = state.length[:, :1], state.sink_k.dtype
         batch, heads = state.length.shape
@@ -205,7 +205,7 @@ class Reference(Operations):
 OPERATIONS = Reference()
 
 
-def history(store: LayerStore) -> Iterator[tuple]:
+def history(store: PagedStore) -> Iterator[tuple]:
     """Keys, values `[B, H, n, D]` and validity `[B, n]` of the stored tokens, stretch by stretch, in any order."""
     state, spec = store.state, store.spec
     length, paged = state.length[:, :1], state.paged[:, :1]
@@ -223,7 +223,7 @@ def history(store: LayerStore) -> Iterator[tuple]:
         yield state.tail_k, state.tail_v, tail_index(store) >= paged
 
 
-def _unpack(pages: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(pages: torch.Tensor, store: PagedStore) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes `[B, n, H, page_bytes]` -> keys and values `[B, H, n * page_size, D]`, float32."""
     state, spec = store.state, store.spec
     (dim_k, dim_v), size, dtype = state.head_dims, spec.page_size, state.sink_k.dtype
@@ -234,7 +234,7 @@ def _unpack(pages: torch.Tensor, store: LayerStore) -> tuple[torch.Tensor, torch
     return keys.transpose(1, 2).flatten(2, 3), values.transpose(1, 2).flatten(2, 3)
 
 
-def tail_index(store: LayerStore) -> torch.Tensor:
+def tail_index(store: PagedStore) -> torch.Tensor:
     """int `[B, tail_size]`: the index of the token written last to each slot; -1: none. If it is below the row's `paged`, a
     page has the token now."""
     spec = store.spec
@@ -243,7 +243,7 @@ def tail_index(store: LayerStore) -> torch.Tensor:
     return torch.where(newest >= 0, newest - (newest - slot) % spec.tail_size, -1)
 
 
-def _store_row(keys, values, row: int, tokens: int, paged: int, store: LayerStore) -> None:
+def _store_row(keys, values, row: int, tokens: int, paged: int, store: PagedStore) -> None:
     """Store a row's new tokens `[H, n, D]` in its pages and tail. tokens: the row's count afterwards, without the sink."""
     state, spec = store.state, store.spec
     first = tokens - keys.shape[1]  # index of the first new token
@@ -258,7 +258,7 @@ def _store_row(keys, values, row: int, tokens: int, paged: int, store: LayerStor
         state.tail_v[row][:, kept % spec.tail_size] = values[:, kept - paged]
 
 
-def _pack_row(keys, values, row: int, start: int, stop: int, store: LayerStore) -> None:
+def _pack_row(keys, values, row: int, start: int, stop: int, store: PagedStore) -> None:
     """Encode tokens `start` to `stop` (the first ones of keys and values `[H, n, D]`) into the row's pages."""
     state, spec = store.state, store.spec
     size, dtype = spec.page_size, state.sink_k.dtype
@@ -334,7 +334,7 @@ def plain_attention(
     return (weights @ v).reshape(*rows, -1).transpose(1, 2).contiguous()
 
 
-def unpack_into_tail(store: LayerStore) -> None:
+def unpack_into_tail(store: PagedStore) -> None:
     """Called after `length` was lowered. If a row now ends inside packed pages, drop the pages past its end, and read
     the tokens of its last, now partial page back into the tail."""
     state, spec = store.state, store.spec

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .layer_spec import LayerSpec
-from .page_pool import Numbers, PageTables, Slab, locate, upload
+from .page_pool import Numbers, RowPages, Slab, locate, upload
 from .paged_store import COUNTERS, SCRATCH, WINDOWS, LayerState, PagedStore, page_writes, read_pages, share_records
 
 #: pages per row of a slab that a growing cache adds
@@ -33,22 +33,22 @@ class RowMemory:
 
     Args:
         spec: one with the layers' paging.
-        tables: page numbers.
+        pages: their numbers.
         capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs.
     """
 
-    def __init__(self, spec: LayerSpec, tables: PageTables, capacity: int | None):
-        self.spec, self.tables, self.capacity = spec, tables, capacity
+    def __init__(self, spec: LayerSpec, pages: RowPages, capacity: int | None):
+        self.spec, self.pages, self.capacity = spec, pages, capacity
         self._stores: list[weakref.ref[PagedStore]] = []
         self._count_room()
 
     @staticmethod
     def of(spec: LayerSpec, rows: int, capacity: int | None) -> RowMemory:
         """The memory of these many empty rows."""
-        return RowMemory(spec, PageTables(rows, max(spec.pages_for(capacity or 0), 1)), capacity)
+        return RowMemory(spec, RowPages(rows, max(spec.pages_for(capacity or 0), 1)), capacity)
 
     def __getstate__(self):
-        return self.spec, self.tables, self.capacity  # copies of stores join the copy
+        return self.spec, self.pages, self.capacity  # copies of stores join the copy
 
     def __setstate__(self, state):
         self.__init__(*state)  # type: ignore[misc]
@@ -59,14 +59,14 @@ class RowMemory:
 
     def _count_room(self) -> None:
         #: tokens that a row can hold without more pages; a preallocated cache counts the tokens that it has no room for
-        self.room = self.spec.room(self.tables.width) if self.capacity is None else math.inf
+        self.room = self.spec.room(self.pages.width) if self.capacity is None else math.inf
 
     @torch.inference_mode(False)
     def join(self, store: PagedStore) -> None:
         """Give an empty or copied store the tables of these rows, and memory for all slabs that it has not."""
         state = store.state
-        pool = state.pool or self._pool(store, self.tables.slabs)
-        numbers, address = upload(_placed([pool], self.tables.table), store.device)
+        pool = state.pool or self._pool(store, self.pages.slabs)
+        numbers, address = upload(_placed([pool], self.pages.table), store.device)
         table, address = numbers.int(), address.clone()
         store.set_state(state._replace(pool=pool, page_table=table, page_address=address))
         self.add(store)
@@ -79,8 +79,8 @@ class RowMemory:
 
     def width_for(self, length: int) -> int:
         """Pages per row, as a growing cache adds them, for rows of `length` tokens."""
-        missing = max(self.spec.pages_for(length) - self.tables.width, 0)
-        return self.tables.width + -(-missing // SLAB_PAGES_PER_ROW) * SLAB_PAGES_PER_ROW
+        missing = max(self.spec.pages_for(length) - self.pages.width, 0)
+        return self.pages.width + -(-missing // SLAB_PAGES_PER_ROW) * SLAB_PAGES_PER_ROW
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. A growing cache adds slabs; a preallocated one has the room already."""
@@ -89,8 +89,8 @@ class RowMemory:
 
     def widen(self, pages: int) -> None:
         """Give every row at least this many pages; works for a preallocated cache too. Packed tokens are not copied."""
-        if pages > self.tables.width:
-            self._prepared(self.tables.widened(pages - self.tables.width))()
+        if pages > self.pages.width:
+            self._prepared(self.pages.widened(pages - self.pages.width))()
 
     def adopt(
         self,
@@ -100,7 +100,7 @@ class RowMemory:
         adopted: np.ndarray,
         width: int,
     ) -> None:
-        """Attach slabs that hold packed pages to growing rows, which are empty.
+        """Let growing rows, which are empty, read the packed pages of these slabs.
 
         Args:
             memory: for each store, the slabs' pages, uint8 `[n, H, page_bytes]` each.
@@ -109,16 +109,16 @@ class RowMemory:
             adopted: bool `[B, P]`: entries that use a page of `slabs`; the others get a page of a new slab.
             width: pages of each row, at least `P`.
         """
-        more = max(self.tables.width, width) - table.shape[1]
+        more = max(self.pages.width, width) - table.shape[1]
         ids, full = (np.pad(x, ((0, 0), (0, more))) for x in (table, adopted))
-        self._prepared(self.tables.adopting(slabs, ids, full), memory, slabs)()
+        self._prepared(self.pages.adopting(slabs, ids, full), memory, slabs)()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """The rows are empty: release the pages that others use. Memory and addresses of a preallocated cache stay."""
-        if not self.tables.exclusive or any(slab.owner is not self.tables for slab in self.tables.slabs):
-            self._prepared(self.tables.emptied())()
+        if not self.pages.exclusive or any(slab.owner is not self.pages for slab in self.pages.slabs):
+            self._prepared(self.pages.emptied())()
 
     @torch.inference_mode(False)
     def selecting(self, rows: torch.Tensor) -> Callable[[], None]:
@@ -127,22 +127,22 @@ class RowMemory:
 
         After its shared pages a row's table names free pages, which no row uses.
         """
-        if self.capacity is not None and len(rows) != self.tables.rows:
+        if self.capacity is not None and len(rows) != self.pages.rows:
             raise ValueError(
-                f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.tables.rows} rows; "
+                f"a preallocated cache (max_cache_len={self.capacity}) is fixed to {self.pages.rows} rows; "
                 f"{len(rows)} were requested. Use a growing cache, or repeat the prompt before the first call."
             )
         first = self.stores[0]
         numbers = torch.cat([rows.to(first.device).long(), first.state.paged[:, 0].long()]).cpu().numpy()
         chosen, paged = numbers[: len(rows)], numbers[len(rows) :]
-        return self._prepared(self.tables.selected(paged[chosen], self.spec.page_size, chosen))
+        return self._prepared(self.pages.selected(paged[chosen], self.spec.page_size, chosen))
 
     def own_pages(self) -> None:
         """Give each table entry that names no full page a page that no other row refers to. Needed after `paged` was
         lowered, because later tokens are packed there. Waits for the device where pages are shared."""
-        if not self.tables.exclusive:
+        if not self.pages.exclusive:
             paged = self.stores[0].state.paged[:, 0].cpu().numpy().astype(np.int64)
-            self._prepared(self.tables.selected(paged, self.spec.page_size))()
+            self._prepared(self.pages.selected(paged, self.spec.page_size))()
 
     # ---- changes --------------------------------------------------------------------------------------------------
 
@@ -155,10 +155,10 @@ class RowMemory:
         Args:
             memory, slabs: see `adopt`.
         """
-        stores, tables = self.stores, self.tables
-        entries = tables.entries(numbers)
-        if numbers.rows is None and not len(entries[0]) and numbers.slabs == tables.slabs:
-            return lambda: tables.set(numbers)  # most crops change no page number
+        stores, present = self.stores, self.pages
+        entries = present.entries(numbers)
+        if numbers.rows is None and not len(entries[0]) and numbers.slabs == present.slabs:
+            return lambda: present.set(numbers)  # most crops change no page number
         states: dict[PagedStore, LayerState] = {}
         writes = []
         for device, alike in _by_device(stores):
@@ -187,7 +187,7 @@ class RowMemory:
         def change() -> None:
             for page, index, contents in writes:
                 page[index] = contents
-            tables.set(numbers)
+            present.set(numbers)
             self._count_room()
             for store, state in states.items():
                 store.set_state(state)
@@ -202,7 +202,7 @@ class RowMemory:
         slabs: Sequence[Slab] = (),
     ) -> list[torch.Tensor]:
         """A store's pages of these slabs: what it has, what it adopts (`memory`, of `slabs`), and new memory."""
-        known = dict(zip(self.tables.slabs, store.state.pool)) | dict(zip(slabs, memory, strict=True))
+        known = dict(zip(self.pages.slabs, store.state.pool)) | dict(zip(slabs, memory, strict=True))
         pool = []
         for slab in wanted:  # a comprehension would keep the store alive in the traceback, if memory runs out
             pool.append(known[slab] if slab in known else store.new_slab(len(slab)))
@@ -262,7 +262,7 @@ def fork_stores(stores: Sequence[PagedStore], capacity: int | None, n: int = 1) 
         # usually equal in all layers; after an interrupted pass some layers have packed more pages
         full, used = paged.min(0) // spec.page_size, -(-paged.max(0) // spec.page_size)
         width = max(int(full.max(initial=0)) + spec.direct, int(used.max(initial=0)), 1, spec.pages_for(capacity or 0))
-        new = [RowMemory(spec, tables, capacity) for tables in memory.tables.fork(n, full, width)]
+        new = [RowMemory(spec, pages, capacity) for pages in memory.pages.fork(n, full, width)]
         column = np.arange(width)
         opened = ((column >= full[:, None]) & (column < used[:, None])).nonzero()
         alike: dict[tuple, list[int]] = {}
@@ -310,11 +310,11 @@ def _forks(
     Args:
         opened: row and column of pages that are used and not shared.
     """
-    device, first, old = stores[0].device, memories[0].tables, stores[0].memory.tables
+    device, first, old = stores[0].device, memories[0].pages, stores[0].memory.pages
     states = [store.state for store in stores]
     known = [dict(zip(old.slabs, state.pool, strict=True)) for state in states]
     pools: list[list[torch.Tensor]] = []
-    for slabs in (memory.tables.slabs for memory in memories):
+    for slabs in (memory.pages.slabs for memory in memories):
         for state, own in zip(states, known, strict=True):
             shape = state.pool[0].shape[1:]
             pools.append(

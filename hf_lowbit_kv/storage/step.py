@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from .paged_store import LayerStore
+from .paged_store import PagedStore
 
 
 class StepInputs(NamedTuple):
@@ -85,7 +85,7 @@ class Operations(ABC):
     allows_fewer_queries: ClassVar[bool] = False
 
     @abstractmethod
-    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         """Attention of the queries to all stored tokens and, causally, to the new tokens. Changes nothing.
 
         Returns:
@@ -93,24 +93,24 @@ class Operations(ABC):
         """
 
     @abstractmethod
-    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+    def append(self, inputs: StepInputs, store: PagedStore) -> None:
         """Store the new tokens without padding, and pack each page that is due.
 
         If a row is full, further tokens are dropped, and counted in `lost`.
         """
 
-    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         """`attend`, then `append`. Returns the output."""
         out = self.attend(inputs, store)
         self.append(inputs, store)
         return out
 
     @abstractmethod
-    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored tokens in order, unpacked but still transformed: keys and values `[B, H, max_length, D]` in the
         model's dtype, with zeros past a row's end. Used by other attention implementations, and by tests."""
 
-    def expect_steps(self, inputs: StepInputs, store: LayerStore, masked: bool) -> None:  # noqa: B027  (most have none)
+    def expect_steps(self, inputs: StepInputs, store: PagedStore, masked: bool) -> None:  # noqa: B027  (most have none)
         """This prompt is about to be stored, and steps of one token may follow. Their kernels can be compiled meanwhile.
 
         masked: whether these steps come with a mask.

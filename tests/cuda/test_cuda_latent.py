@@ -22,7 +22,7 @@ from hf_lowbit_kv.backends.choice import BACKENDS, LayerSetup
 from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerStore
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda import latent
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
@@ -176,7 +176,7 @@ def test_bytes_past_a_row_may_be_nan(kernels):
                 tokens[max(length - page * case.page_size, 0) :] = float("nan")
                 part.copy_(tokens.unflatten(0, (-1, 8)).transpose(1, 2))
     assert torch.isfinite(expected).all()
-    assert torch.equal(kernels.attend(filled, LayerStore(state, case.spec)), expected)
+    assert torch.equal(kernels.attend(filled, PagedStore.over(state, case.spec)), expected)
 
 
 @pytest.mark.parametrize(

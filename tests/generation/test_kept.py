@@ -90,7 +90,7 @@ def _allocates_for(monkeypatch, tokens):
 
     def new_slab(self, pages):
         made.append(weakref.ref(self))
-        if len(made) > 1 and self.capacity > tokens:
+        if len(made) > 1 and self.memory.capacity > tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return allocate(self, pages)
 

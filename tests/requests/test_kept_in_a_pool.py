@@ -113,7 +113,7 @@ def test_texts_of_a_store_come_and_go_while_rows_run(models):
 
 
 def test_recorded_steps_stay_valid_when_texts_come_and_go(model, monkeypatch):
-    """Between two results, when recordings are checked, slabs are attached and others are gone. Answers are compared on a GPU,
+    """Between two results, when recordings are checked, slabs are adopted and others are gone. Answers are compared on a GPU,
     whose kernels find pages by tables: the stand-in of graphs keeps the slabs of the step that it recorded."""
     store = lb.PrefixStore("1GB")
     begins = [text(150 + 30 * number, number) for number in range(4)]

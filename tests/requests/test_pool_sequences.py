@@ -69,7 +69,7 @@ class Machine:
         self.texts: dict[Row, list[int]] = {}
         self._stories: dict[Row, list[int]] = {}
         """what chunks of a row bring; steps bring other tokens"""
-        self.hits = self.attached = 0
+        self.hits = self.adopted = 0
         """rows that began with a shared prefix, and with a kept prompt or a cache"""
         generator = torch.Generator().manual_seed(5)
         self._table = torch.randn(2, 8, HEADS, HEAD_DIM, generator=generator)
@@ -90,14 +90,12 @@ class Machine:
             self._leave(row)
         self.prefixes.clear()
         assert all(pages.free == pages.count for pages in self.pool.page_pools.values())
-        assert not any(pages.attached for pages in self.pool.page_pools.values()), (
-            "texts are attached that no row reads"
-        )
+        assert not any(pages.adopted for pages in self.pool.page_pools.values()), "texts are adopted that no row reads"
         own = [{slab.untyped_storage().data_ptr() for slab in each.state.pool} for each in self.pool.memory.stores]
         assert all(len(storages) == 1 for storages in own)
         assert self.pool.memory.lost == 0
         for store in (store for stores in self._caches for store in stores):
-            references = store.memory.tables.acquired.items()
+            references = store.memory.pages.acquired.items()
             assert all((slab.references == counts).all() for slab, counts in references), (
                 "references of rows or forks are left"
             )
@@ -148,7 +146,7 @@ class Machine:
         before = [slab.clone() for x in part.layers.values() for slab in x.slabs]
         story = ids[:tokens] + [amount % 8] * amount
         row = self._admit(min(tokens + amount, LONGEST), story, lambda: self.pool.kept(part))
-        self.attached += row is not None
+        self.adopted += row is not None
         after = [slab for x in part.layers.values() for slab in x.slabs]
         assert all(map(torch.equal, before, after))
 
@@ -166,7 +164,7 @@ class Machine:
 
     def _fork_the_cache(self, operation: Operation) -> None:
         """A row continues from a fork. What it came from is gone afterwards, or the fork is."""
-        which, capacity = operation.which % 2, self._caches[operation.which % 2][0].capacity
+        which, capacity = operation.which % 2, self._caches[operation.which % 2][0].memory.capacity
         (fork,) = fork_stores(self._caches[which], capacity)
         if capacity is None and operation.amount % 3 == 0:  # as beams do
             for rows in ([0, 0], [1]):
@@ -312,8 +310,8 @@ class Machine:
             expected.update(self.prefixes.numbers())
             assert all(references(pages, page) == expected[page] for page in (*range(pages.count), *expected))
             assert pages.free == pages.count - sum(page < pages.count for page in expected)
-            attached = {pages.slabs[locate(pages.slabs, np.array(page))[0]] for page in expected} - {pages.slabs[0]}
-            assert set(pages.attached) == attached
+            adopted = {pages.slabs[locate(pages.slabs, np.array(page))[0]] for page in expected} - {pages.slabs[0]}
+            assert set(pages.adopted) == adopted
             specs = [layer.spec for layer in self.layers if layer.spec.paging == paging]
             missing = (specs[0].pages_for(row.limit) - len(row.pages[paging]) for row in self.pool.rows)
             promised = sum(max(pages, 0) for pages in missing)  # a kept prompt's pages may reach further
@@ -339,12 +337,12 @@ def explore(kind: str, count: int) -> int:
     def run(sequence):
         machine = Machine(kind)
         machine.run(sequence)
-        machines.append((machine.hits, machine.attached))
+        machines.append((machine.hits, machine.adopted))
 
     for_each(sequences(), count, f"pool {kind}", run)
-    hits, attached = map(sum, zip(*machines, strict=True))
-    print(f"{hits} rows with a prefix, {attached} with a kept prompt or a cache")
-    assert attached > 0
+    hits, adopted = map(sum, zip(*machines, strict=True))
+    print(f"{hits} rows with a prefix, {adopted} with a kept prompt or a cache")
+    assert adopted > 0
     return hits
 
 
@@ -374,23 +372,23 @@ def test_as_many_beginnings_are_kept_as_there_is_room_for(most):
     assert [machine.prefixes.find(text) is not None for text in texts] == [most == 2, True]
 
 
-def test_kept_texts_stay_attached_while_rows_read_them_or_as_many_as_are_allowed():
+def test_kept_texts_stay_adopted_while_rows_read_them_or_as_many_as_are_allowed():
     """Of two texts one may stay when no row reads them: that which was used last."""
     machine = Machine("dense")
     prefixes, pool = machine.prefixes, machine.pool
     for which in (0, 1):
         machine.run_one(Operation("kept prompt", which, 4))
     rows, (pages,) = list(pool.rows), pool.page_pools.values()
-    texts, allowed = [machine.texts[row] for row in rows], len(pages.attached[0]) * HEADS * machine.layers[0].page_bytes
+    texts, allowed = [machine.texts[row] for row in rows], len(pages.adopted[0]) * HEADS * machine.layers[0].page_bytes
     for row, text in zip(rows, texts, strict=True):
         prefixes.keep(row, text, allowed)
     assert [prefixes.find(text) is not None for text in texts] == [True, True]
     for _ in rows:
         machine.run_one(Operation("end", 0, 3))
-    assert len(pages.attached) == 2
+    assert len(pages.adopted) == 2
     prefixes.keep(pool.enter(40), [], allowed)
     assert [prefixes.find(text) is not None for text in texts] == [False, True]
-    assert len(pages.attached) == 1
+    assert len(pages.adopted) == 1
 
 
 #: what random sequences seldom come to

@@ -144,7 +144,7 @@ def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, back
     assert pages.free == pages.count
     go_on(rows, 0, 30)
     steps.leave(rows.pop(0))
-    assert len(pages.attached) == 1
+    assert len(pages.adopted) == 1
     go_on(rows, 30, 10)
     with torch.no_grad():
         for cache in caches:
@@ -154,7 +154,7 @@ def test_rows_go_on_from_caches_whose_pages_they_read_where_they_lie(model, back
     go_on(rows, 40, 20)
     assert all(recorder.count == 1 for recorder in steps._recorders.values()), "every size is recorded once"
     steps.leave(rows.pop(1))
-    assert not pages.attached
+    assert not pages.adopted
 
 
 # ---- near-ties ----------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import threading
 import numpy as np
 import pytest
 
-from hf_lowbit_kv.storage.page_pool import PagePool, PageTables, PageUser, Slab, locate
+from hf_lowbit_kv.storage.page_pool import PagePool, PageUser, RowPages, Slab, locate
 
 
-def _references(tables: PageTables) -> list[int]:
+def _references(tables: RowPages) -> list[int]:
     return np.concatenate([slab.references for slab in tables.slabs]).tolist()
 
 
@@ -25,7 +25,7 @@ def _held(pages: int) -> tuple[PageUser, Slab]:
 
 def test_forks_have_references_to_full_pages_until_they_are_collected():
     """In whatever thread that happens."""
-    tables = PageTables(2, 4)
+    tables = RowPages(2, 4)
     forks = tables.fork(3, np.array([2, 1]), 5)
     assert tables.table.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert _references(tables) == [4, 4, 1, 1, 4, 1, 1, 1]
@@ -41,7 +41,7 @@ def test_forks_have_references_to_full_pages_until_they_are_collected():
 def test_rows_share_full_pages_and_no_others():
     """Random rows are chosen: entries before a row's end name the pages of the row it was, all others belong to one entry."""
     generator = np.random.default_rng(0)
-    tables = PageTables(4, 6)
+    tables = RowPages(4, 6)
     paged = np.zeros(4, dtype=np.int64)
     fork, fork_full = None, np.zeros(4, dtype=np.int64)
     for step in range(200):
@@ -70,7 +70,7 @@ def test_rows_share_full_pages_and_no_others():
 
 
 def test_a_copy_has_references_of_its_own():
-    tables = PageTables(1, 3)
+    tables = RowPages(1, 3)
     (fork,) = tables.fork(1, np.array([2]), 3)
     for new in (copy.deepcopy(fork), pickle.loads(pickle.dumps(fork))):
         assert _references(tables) == [2, 2, 1]
@@ -80,7 +80,7 @@ def test_a_copy_has_references_of_its_own():
 
 def test_a_block_belongs_to_its_oldest_living_user():
     kept, slab = _held(3)
-    one, other = (PageTables(1, 1) for _ in range(2))
+    one, other = (RowPages(1, 1) for _ in range(2))
     for tables in (one, other):
         tables.set(tables.adopting([slab], np.array([[0, 1]]), np.array([[True, True]])))
     assert slab.owner is kept
@@ -96,7 +96,7 @@ def test_a_block_belongs_to_its_oldest_living_user():
 
 
 def test_a_table_that_leaves_a_block_has_no_part_in_it():
-    (kept, slab), tables = _held(2), PageTables(1, 1)
+    (kept, slab), tables = _held(2), RowPages(1, 1)
     tables.set(tables.adopting([slab], np.array([[0, 1]]), np.array([[True, True]])))
     assert slab.references.tolist() == [2, 2]
     tables.set(tables.emptied())
@@ -109,7 +109,7 @@ def test_a_table_that_leaves_a_block_has_no_part_in_it():
 
 def test_numbers_that_are_not_set_have_no_references():
     """Memory runs out for them: the present ones and their counts stay."""
-    tables = PageTables(2, 3)
+    tables = RowPages(2, 3)
     (fork,) = tables.fork(1, np.array([2, 1]), 3)
     table, references = tables.table.tolist(), _references(tables)
     rows = tables.selected(np.array([32, 32]), 16, np.array([0, 0]))
@@ -129,7 +129,7 @@ def test_entries_are_all_that_have_another_page():
         located = zip(*(part.tolist() for part in locate(tables.slabs, tables.table)), strict=True)
         return [[(tables.slabs[slab], index) for slab, index in zip(*row, strict=True)] for row in located]
 
-    (_kept, slab), tables = _held(2), PageTables(2, 3)
+    (_kept, slab), tables = _held(2), RowPages(2, 3)
     adopted = np.array([[False, False, False], [False, True, True]])
     for change in (
         lambda: tables.selected(np.array([33, 20]), 16, np.array([1, 1])),
@@ -147,12 +147,12 @@ def test_entries_are_all_that_have_another_page():
             }
 
 
-def test_numbers_of_attached_blocks_stay_and_are_used_again():
+def test_numbers_of_adopted_blocks_stay_and_are_used_again():
     """A thousand texts come and go, three at a time: page numbers do not grow with them."""
     pages, generator, held = PagePool(8), random.Random(0), []
     for _ in range(1000):
         slab = Slab(generator.randint(1, 5))
-        first = pages.first_page(pages.attach(slab))
+        first = pages.first_page(pages.adopt(slab))
         numbers = list(range(first, first + len(slab)))
         pages.acquire(numbers)
         held.append((slab, numbers))
@@ -161,7 +161,7 @@ def test_numbers_of_attached_blocks_stay_and_are_used_again():
         if len(held) == 3:
             gone, numbers = held.pop(generator.randrange(3))
             assert pages.release(numbers) == 0
-            assert gone not in pages.attached or pages.detach()
+            assert gone not in pages.adopted or pages.drop_unread()
     assert numbers[-1] < 8 + 3 * (1 + 2 + 3 + 4 + 5)
     assert pages.free == 8
 
@@ -188,9 +188,9 @@ def test_a_page_of_the_pool_to_which_another_object_refers_is_not_free():
         pages.take(1)
 
 
-def test_the_memory_of_an_attached_block_does_not_count_in_the_pool():
+def test_the_memory_of_an_adopted_block_does_not_count_in_the_pool():
     pages, (kept, slab) = PagePool(1), _held(2)
-    pages.attach(slab)
+    pages.adopt(slab)
     pages.acquire([1, 2])
     del kept
     assert slab.owner is None

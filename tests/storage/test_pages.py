@@ -328,7 +328,7 @@ def test_layers_share_page_numbers_at_any_time(capacity):
         _append(other, *(x[:, :1] for x in _tokens(3, 60)))
         change()
         for store in (one, other):
-            assert store.state.page_table.tolist() == memory.tables.table.tolist()
+            assert store.state.page_table.tolist() == memory.pages.table.tolist()
             _assert_addresses(store)
 
 

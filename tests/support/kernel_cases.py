@@ -11,7 +11,7 @@ import torch
 from hf_lowbit_kv.formats import parse_format
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerState, LayerStore, PagedStore
+from hf_lowbit_kv.storage.paged_store import LayerState, PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import parse_transform
 
@@ -155,7 +155,7 @@ def copy_state(source: LayerState, target: LayerState) -> None:
         getattr(target, name).copy_(getattr(source, name))
 
 
-def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore, PagedStore]:
+def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore]:
     """The state before the step, on the CPU and on `device`, filled by the reference in two ragged chunks."""
     store, other = store_for(case, "cpu"), store_for(case, device)
     lengths = torch.tensor(case.lengths)
@@ -213,7 +213,7 @@ def random_step(case: Case, gen: torch.Generator) -> Step:
 def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values `[B, H, n, D]` that the step attends to, stored ones dequantized; which, bool `[B, 1, S, n]`."""
     total = max(case.lengths)
-    keys, values = reference.OPERATIONS.read(LayerStore(state, case.spec), total)
+    keys, values = reference.OPERATIONS.read(PagedStore.over(state, case.spec), total)
     tokens = case.tokens
     valid = torch.arange(total)[None, None, :] < state.length[:, :1, None].cpu()
     valid = valid.expand(-1, tokens, -1)
@@ -225,7 +225,7 @@ def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor,
     return k, v, valid
 
 
-def put_heavy_sink(step: Step, stores: tuple[PagedStore, PagedStore], case: Case) -> None:
+def put_heavy_sink(step: Step, stores: tuple[PagedStore], case: Case) -> None:
     """Have the first token of each row score highest in the last query of each KV head's first query head."""
     assert case.heavy_sink is not None
     k, _, valid = (x.cpu() for x in dense_view(step, stores[0].state, case))

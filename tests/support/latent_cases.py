@@ -10,7 +10,7 @@ from hf_lowbit_kv.backends.choice import storage_spec
 from hf_lowbit_kv.eval.benchmarks import snapmla_pipeline
 from hf_lowbit_kv.storage import reference
 from hf_lowbit_kv.storage.layer_spec import LayerSpec
-from hf_lowbit_kv.storage.paged_store import LayerStore, PagedStore
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.triton_kernels.cuda.cuda_entry_points import launches
 
@@ -99,7 +99,7 @@ def plain(filled: Filled) -> torch.Tensor:
     case, state = filled.case, filled.store.state
     outs = []
     longest = int(state.length.max())
-    c, r = reference.OPERATIONS.read(LayerStore(state, case.spec), max(longest, 1))
+    c, r = reference.OPERATIONS.read(PagedStore.over(state, case.spec), max(longest, 1))
     for b in range(len(case.lengths)):
         n = int(state.length[b, 0])
         c_all = torch.cat([c[b, 0, :n], filled.k[b, 0]])

@@ -40,7 +40,7 @@ from kernel_matrix import (
 from scale_cases import CONSTANT_ROWS, GPU_SPREAD, SMALL_SPREAD, check_constant_rows
 
 from hf_lowbit_kv.backends import choice
-from hf_lowbit_kv.storage.paged_store import LayerStore
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.storage.step import StepInputs
 from hf_lowbit_kv.storage.transforms import parse_transform
 from hf_lowbit_kv.triton_kernels import entry_points, prompt, read
@@ -211,7 +211,7 @@ def test_compiles(case, capability, monkeypatch):
     entry_points.OPERATIONS.attend(StepInputs(step.q, step.k, step.v, step.mask, step.scaling), store)
     entry_points.OPERATIONS.append(StepInputs(None, step.k, step.v, step.mask), store)
     for backend in ("triton", "cuda"):
-        entry_points.OPERATIONS.read(LayerStore(store.state, choice.storage_spec(case.spec, backend)), 50)
+        entry_points.OPERATIONS.read(PagedStore.over(store.state, choice.storage_spec(case.spec, backend)), 50)
     entry_points.transform(step.q, step.k, parse_transform("hadamard"), ())
     factors = torch.ones(case.heads, 48)
     entry_points.transform(None, step.k[..., :48], parse_transform("smooth+hadamard"), (factors, factors))

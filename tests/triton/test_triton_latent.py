@@ -9,7 +9,7 @@ import torch
 from latent_cases import Filled, LatentCase, check_append, check_attend, check_steps, exact
 
 from hf_lowbit_kv.storage import reference
-from hf_lowbit_kv.storage.paged_store import LayerStore
+from hf_lowbit_kv.storage.paged_store import PagedStore
 from hf_lowbit_kv.triton_kernels import common, entry_points, prompt
 
 SEED = 0
@@ -69,8 +69,8 @@ def test_small_read(layout):
     filled = Filled(LatentCase(lengths=(70, 3), layout=layout, dtype=torch.float16), kernels.DEVICE, SEED)
     state, spec = filled.store.state, filled.case.spec
     for found, expected in zip(
-        entry_points.OPERATIONS.read(LayerStore(state, spec), 80),
-        reference.OPERATIONS.read(LayerStore(state, spec), 80),
+        entry_points.OPERATIONS.read(PagedStore.over(state, spec), 80),
+        reference.OPERATIONS.read(PagedStore.over(state, spec), 80),
         strict=True,
     ):
         assert torch.equal(found, expected)

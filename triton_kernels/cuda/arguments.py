@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage.paged_store import LayerStore
+from ...storage.paged_store import PagedStore
 from ...storage.step import StepInputs
 from ...storage.transforms import Fused
 from ..common import format_records
@@ -104,12 +104,12 @@ class Tables(NamedTuple):
         return bool(self.keys_stride or self.values_stride)
 
 
-def tables(store: LayerStore) -> Tables:
+def tables(store: PagedStore) -> Tables:
     (keys, keys_stride), (values, values_stride) = format_records(store)
     return Tables(keys.data_ptr(), keys_stride, values.data_ptr(), values_stride)
 
 
-def set_layer_fields(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
+def set_layer_fields(args: AttendArgs | AppendArgs, store: PagedStore) -> None:
     """Set the fields that depend only on the layer: addresses of its tensors, and their capacities."""
     state, spec = store.state, store.spec
     pages = state.page_address.shape[1]
@@ -123,7 +123,7 @@ def set_layer_fields(args: AttendArgs | AppendArgs, store: LayerStore) -> None:
 
 
 def append_args(
-    inputs: StepInputs, store: LayerStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
+    inputs: StepInputs, store: PagedStore, order: torch.Tensor | None = None, count: torch.Tensor | None = None
 ) -> AppendArgs:
     """The argument of `append.cu`. order, count: the indices of the real new tokens, if some are padding, int32 `[B, S]`, and
     their number `[B]`."""

@@ -19,7 +19,7 @@ import torch
 
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
-from ...storage.paged_store import LayerStore
+from ...storage.paged_store import PagedStore
 from ...storage.reference import restored, transformed_with
 from ...storage.step import Operations, StepInputs
 from ...storage.transforms import Transform
@@ -76,17 +76,17 @@ class CudaOperations(Operations):
 
     launches = launches
 
-    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         return self._attend(inputs, store, append=False)[0]
 
-    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         """One launch for one token, if `geometry.can_append`."""
         out, unstored = self._attend(inputs, store, append=True)
         if unstored is not None:
             _append(unstored, store)
         return out
 
-    def _attend(self, inputs: StepInputs, store: LayerStore, append: bool) -> tuple[torch.Tensor, StepInputs | None]:
+    def _attend(self, inputs: StepInputs, store: PagedStore, append: bool) -> tuple[torch.Tensor, StepInputs | None]:
         """The output; and the transformed inputs, or `None` if the kernel has stored it. append: whether it should; not
         every kernel can."""
         if inputs.query_rows > FUSED_ROWS["cuda"] and why_triton_cannot_launch() is None:
@@ -103,13 +103,13 @@ class CudaOperations(Operations):
             out = restored(out, store, transform)
         return out, None if kernel.appends else inputs._replace(k=keys)
 
-    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+    def append(self, inputs: StepInputs, store: PagedStore) -> None:
         _append(transformed_with(transform, inputs._replace(q=None), store), store)
 
-    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(store, max_length)
 
-    def expect_steps(self, inputs: StepInputs, store: LayerStore, masked: bool) -> None:
+    def expect_steps(self, inputs: StepInputs, store: PagedStore, masked: bool) -> None:
         """Compile the kernels that store this prompt, and those of the decode steps, during prefill."""
         k, v = inputs.k, inputs.v
         expect("append.cu", append_defines(store.spec, k.shape[-1], v.shape[-1], k.dtype), k.device)
@@ -121,7 +121,7 @@ class CudaOperations(Operations):
 OPERATIONS = CudaOperations()
 
 
-def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def read(store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`Operations.read`, by Triton's kernels."""
     if why_triton_cannot_launch() is not None:
         return reference.OPERATIONS.read(store, max_length)
@@ -130,7 +130,7 @@ def read(store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor
     return unpacked(store, max_length)
 
 
-def _transformed(inputs: StepInputs, store: LayerStore, keys: bool = True) -> StepInputs:
+def _transformed(inputs: StepInputs, store: PagedStore, keys: bool = True) -> StepInputs:
     """The transformed inputs. keys: whether to transform its queries and keys here; otherwise the attend kernel does."""
     if keys and _projects(inputs, store.spec):
         return _project(inputs, store)
@@ -144,7 +144,7 @@ def _projects(inputs: StepInputs, spec: LayerSpec) -> bool:
     return spec.key_transform.product and some_rows and fused is not None and not fused.scaled
 
 
-def _project(inputs: StepInputs, store: LayerStore) -> StepInputs:
+def _project(inputs: StepInputs, store: PagedStore) -> StepInputs:
     """`reference.transformed`, in one launch."""
     (q, k, v), spec = (inputs.queries, *inputs[1:3]), store.spec
     check_dtype(q)
@@ -169,7 +169,7 @@ def _project(inputs: StepInputs, store: LayerStore) -> StepInputs:
     return inputs._replace(q=outs[0], k=outs[1], v=outs[2] if fused.rotated else v, score_bias=score_bias)
 
 
-def _append(inputs: StepInputs, store: LayerStore) -> None:
+def _append(inputs: StepInputs, store: PagedStore) -> None:
     """`append` for transformed keys and values."""
     (k, v, mask), state, spec = inputs[1:4], store.state, store.spec
     check_dtype(k)

@@ -4,7 +4,7 @@ A `DecodeKernel` is compiled once for a layer and a shape of inputs. It also fil
 Each step sets only the fields that change.
 
 Words of this file: a *variant* is what a compilation depends on (`modules.AttendVariant`), a *module* a compiled and loaded
-file (`nvrtc.Module`), a *store* a layer's tensors (`LayerStore`), and *append* the storing of new tokens."""
+file (`nvrtc.Module`), a *store* a layer's tensors (`PagedStore`), and *append* the storing of new tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...storage.paged_store import LayerState, LayerStore
+from ...storage.paged_store import LayerState, PagedStore
 from ...storage.step import StepInputs
 from ...storage.transforms import Fused
 from ..config import FUSED_ROWS
@@ -64,7 +64,7 @@ class KernelTransform(NamedTuple):
     factors: Factors
 
 
-def kernel_transform(rows: int, store: LayerStore) -> KernelTransform | None:
+def kernel_transform(rows: int, store: PagedStore) -> KernelTransform | None:
     """The transform that the kernel applies to queries and keys, or `None`. rows: number of query rows of a KV head."""
     spec, fused = store.spec, store.spec.key_transform.fused
     if spec.untransformed or spec.key_transform.identity or fused is None or rows > MAX_TRANSFORMED_ROWS:
@@ -73,7 +73,7 @@ def kernel_transform(rows: int, store: LayerStore) -> KernelTransform | None:
 
 
 def attend_variant(
-    inputs: StepInputs, tokens: int, store: LayerStore, transform: KernelTransform | None, append: bool
+    inputs: StepInputs, tokens: int, store: PagedStore, transform: KernelTransform | None, append: bool
 ) -> AttendVariant:
     """The variant for inputs like these, but with `tokens` tokens. append: whether the kernel should also store the
     tokens."""
@@ -124,7 +124,7 @@ class DecodeKernel:
         ValueError: the kernel does not compute in this dtype, or there are too many tokens.
     """
 
-    def __init__(self, inputs: StepInputs, store: LayerStore, append: bool):
+    def __init__(self, inputs: StepInputs, store: PagedStore, append: bool):
         q, k = inputs.queries, inputs.k
         check_dtype(q)
         (batch, q_heads, tokens, _), heads, head_dim_v = q.shape, k.shape[1], inputs.v.shape[-1]
@@ -217,7 +217,7 @@ class DecodeKernel:
             append.mask_b = args.mask_b
 
 
-def kernel_for(inputs: StepInputs, store: LayerStore, append: bool) -> DecodeKernel:
+def kernel_for(inputs: StepInputs, store: PagedStore, append: bool) -> DecodeKernel:
     """The kernel for inputs of this shape: the kernel that the layer has cached, or a new one. append: see `DecodeKernel`."""
     q, k, v, mask, _, softcap, sinks, *_ = inputs
     assert q is not None

@@ -20,7 +20,7 @@ import torch
 from ...formats import Dense, Fp8, core_matrices
 from ...storage import reference
 from ...storage.layer_spec import LayerSpec
-from ...storage.paged_store import LayerStore
+from ...storage.paged_store import PagedStore
 from ...storage.step import Operations, StepInputs
 from .. import prompt
 from ..common import real_tokens
@@ -265,24 +265,24 @@ class CudaLatentOperations(Operations):
 
     launches = launches
 
-    def attend(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def attend(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         return _step(inputs, store, storing=False)
 
-    def step(self, inputs: StepInputs, store: LayerStore) -> torch.Tensor:
+    def step(self, inputs: StepInputs, store: PagedStore) -> torch.Tensor:
         """In two launches."""
         return _step(inputs, store, storing=True)
 
-    def append(self, inputs: StepInputs, store: LayerStore) -> None:
+    def append(self, inputs: StepInputs, store: PagedStore) -> None:
         _append(inputs, store)
 
-    def read(self, store: LayerStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, store: PagedStore, max_length: int) -> tuple[torch.Tensor, torch.Tensor]:
         return read(store, max_length)
 
 
 OPERATIONS = CudaLatentOperations()
 
 
-def _step(inputs: StepInputs, store: LayerStore, storing: bool) -> torch.Tensor:
+def _step(inputs: StepInputs, store: PagedStore, storing: bool) -> torch.Tensor:
     state, spec = store.state, store.spec
     q, k, v, mask, scaling, softcap, sinks, *_ = inputs
     assert q is not None
@@ -336,7 +336,7 @@ def _splits(slots: int, programs: int, kv_tiles: int) -> int:
     return min(range(1, min(kv_tiles, MAX_SPLITS) + 1), key=time)
 
 
-def _append(inputs: StepInputs, store: LayerStore) -> None:
+def _append(inputs: StepInputs, store: PagedStore) -> None:
     (k, v, mask), state, spec = inputs[1:4], store.state, store.spec
     batch, _, tokens, rank = k.shape
     if tokens == 0:
