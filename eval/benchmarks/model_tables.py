@@ -23,7 +23,7 @@ from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.planning.cache_memory import FullMemory, PresetMemory, chunk_bytes
 from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, GB, fits
 from hf_lowbit_kv.planning.model_shapes import shape_of, weight_bytes
-from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, preset_names
+from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, is_calibrated, preset_names
 
 #: the measured model: name in the table and in the picture, name in the records (`model_accuracy.py`), and the
 #: configuration that determines the size of its cache
@@ -230,6 +230,8 @@ def front_table(tasks: Path = TASKS) -> str:
     return listed(rows, columns)
 
 
+#: presets with a calibration that `calibrate` makes; items of variable tracking, in which they differ most
+EIGEN, VT_ITEMS = ("eigen-4", "eigen-3", "eigen-2"), 100
 #: calibrated presets, and those of about their size that need no calibration
 WORTH = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kivi-2-hadamard-sink", "eigen-2")
 
@@ -246,6 +248,41 @@ def worth_table() -> str:
     for n in lost:
         columns[f"RULER, {n // 1024}k: points lost"] = lambda name, n=n: str(lost[n].get(name, ""))
     return listed(WORTH, columns)
+
+
+def draws_table(path: Path = TASKS) -> str:
+    """Points lost against 16 bits: the mean over calibrations that differ in their seed, with the standard error of the paired
+    difference, and each of them in brackets."""
+    files = {record["calibration"] for record in current_records(path) if "calibration" in record}
+    draws = [newest_tasks(path, file) for file in (None, *sorted(files))]
+    full = draws[0].get("dense", {})
+    vt = Key("vt", CONTEXT, VT_ITEMS)
+    columns = {
+        f"RULER, {RULER_CONTEXT // 1024}k": ruler_keys(RULER_CONTEXT),
+        f"RULER, {CONTEXT // 1024}k": [vt if key.task == "vt" else key for key in ruler_keys(CONTEXT)],
+        f"VT, {CONTEXT // 1024}k": [vt],
+    }
+
+    def cell(name: str, keys: list[Key]) -> str:
+        measured = [draw[name] for draw in draws if draw.get(name, {}).keys() >= set(keys)]
+        if not measured or not full.keys() >= set(keys):
+            return ""
+        mean = {key: _mean_record([records[key] for records in measured]) for key in keys}
+        loss = RulerLoss(_points(full, keys) - _points(mean, keys), paired_error(mean, full, keys))
+        each = ", ".join(f"{_points(full, keys) - _points(records, keys):z.1f}" for records in measured)
+        return f"{loss} ({each})" if is_calibrated(get_preset(name)) else str(loss)
+
+    rows = [[f"`{name}`", *(cell(name, keys) for keys in columns.values())] for name in (DEFAULT_PRESET, *EIGEN)]
+    return markdown_table(["preset", *columns], rows) if full else NONE
+
+
+def _mean_record(records: Sequence[Record]) -> Record:
+    scores = [item_scores(record) for record in records]
+    items = {
+        name: statistics.fmean(each.get(name, 1.0) for each in scores)
+        for name in {name for each in scores for name in each}
+    }
+    return {"score": statistics.fmean(record["score"] for record in records), "scores": items}
 
 
 #: the picture's left half: a model, a GPU's memory, lengths and caches
@@ -366,14 +403,18 @@ def ruler_keys(context: int) -> list[Key]:
     return [Key(task, context, RULER_ITEMS) for task in RULER]
 
 
-def newest_tasks(path: Path = TASKS) -> dict[str, Records]:
-    """For each preset, most bits first, its newest records with the model's own calibration, with all items or more."""
+def newest_tasks(path: Path = TASKS, calibration: str | None = None) -> dict[str, Records]:
+    """For each preset, most bits first, its newest records with all items or more.
+
+    Args:
+        calibration: the file that records name, another draw of the same kind; `None`: the model's own.
+    """
     found: dict[str, Records] = {}
     for record in current_records(path):
         key = Key(record["task"], record.get("context"), record["items"])
         least = WORKED[key.task][1] if key.task in WORKED else RULER_ITEMS
-        own = "calibration" not in record  # others are other draws of the same kind
-        if own and record["model"].startswith(SHORT_NAME) and key.items >= least:
+        same = record.get("calibration") == calibration
+        if same and record["model"].startswith(SHORT_NAME) and key.items >= least:
             found.setdefault(record["preset"], {})[key] = record
     return dict(sorted(found.items(), key=lambda item: -get_preset(item[0]).spec().bits_per_value(4096, 128)))
 

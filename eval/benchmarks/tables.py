@@ -254,6 +254,7 @@ TABLES: dict[str, Callable[[list[PresetRow]], str]] = {
     "ratios": ratios_table,
     "front": lambda rows: model_tables.front_table(),
     "worth": lambda rows: model_tables.worth_table(),
+    "draws": lambda rows: model_tables.draws_table(),
     "models": lambda rows: model_tables.models_table(),
     "small-model": lambda rows: model_tables.models_table(model_tables.SMALL),
     "tasks": lambda rows: model_tables.tasks_table(),

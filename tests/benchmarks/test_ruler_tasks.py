@@ -214,3 +214,22 @@ def test_losses(tmp_path):
     assert lines[2] == "RULER, 16k**: 16 bits are not measured, so this column shows no loss."
     assert lines[3].startswith("vt, 4k, 40 items**: 16 bits have ")
     assert f"Further away: {points('kivi-2', ['vt'], 4096, 40)} (VT " in lines[3]
+
+
+def test_losses_of_several_calibrations(tmp_path):
+    """The mean of all draws, by item, with the error of its difference to 16 bits, and each draw."""
+    path, truth = tmp_path / "tasks.jsonl", random.Random(0)
+    full, *draws = ([truth.choice([0, 0.5, 1]) for _ in range(100)] for _ in range(4))
+    files = ({}, {}, {"calibration": "s1"}, {"calibration": "s2"})
+    for number, (scores, file) in enumerate(zip((full, *draws), files, strict=True)):
+        record = {"model": model_tables.MEASURED, "preset": "eigen-2" if number else "dense", "task": "vt"}
+        record |= {"context": 32768, "items": 100, "score": statistics.fmean(scores)}
+        append_record(path, record | file | {"scores": {str(i): x for i, x in enumerate(scores)}})
+    lost = [
+        [100 * (x - statistics.fmean(of_item)) for x, *of_item in zip(full, *some, strict=True)]
+        for some in (draws, *([x] for x in draws))
+    ]
+    mean, *each = (statistics.fmean(x) for x in lost)
+    error = (statistics.variance(lost[0]) / 100) ** 0.5
+    expected = f"{mean:z.1f} ± {error:.1f} ({', '.join(f'{x:z.1f}' for x in each)})"
+    assert f"| `eigen-2` |  |  | {expected} |" in model_tables.draws_table(path)
