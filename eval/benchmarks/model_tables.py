@@ -252,7 +252,7 @@ def worth_table() -> str:
 
 def draws_table(path: Path = TASKS) -> str:
     """Points lost against 16 bits: the mean over calibrations that differ in their seed, with the standard error of the paired
-    difference, and each of them in brackets."""
+    difference of items, and each of them in brackets. VT counts with `VT_ITEMS` at `CONTEXT`."""
     files = {record["calibration"] for record in current_records(path) if "calibration" in record}
     draws = [newest_tasks(path, file) for file in (None, *sorted(files))]
     full = draws[0].get("dense", {})

@@ -420,6 +420,7 @@ def take_rows(stores: Mapping[int, PagedStore], rows: Sequence[int] | None = Non
     for index, store in stores.items():
         state, spec = store.state, store.spec
         if spec.paging not in contents.groups:
+            # a pool's slab is never shared outside of the pool: `copied` follows
             slabs = store.memory.pages.slabs if store.memory is not None else map(Slab, map(len, state.pool))
             paged, table = _numbers(state.paged)[chosen, 0], _numbers(state.page_table)[chosen]
             new = PagedLayers(spec, list(slabs), table[:, : -(-int(paged.max()) // spec.page_size)], paged, {})

@@ -270,7 +270,7 @@ class LowBitCache(Cache, PushToHubMixin):
             stored = self._first_packed_layer.length.at_least
             if (model := self.model.alive()) is not None:
                 self.positions.note(model, rows, stored > 0)
-            for memory in self.memories if stored else ():
+            for memory in self.memories if stored else ():  # in a first pass, layers make the memory
                 memory.reserve(stored + tokens)  # in all layers, before one of them stores a token
         first = layer_idx == self._first_packed_index
         new = first and not layer.is_initialized

@@ -153,7 +153,7 @@ class RowPool:
         missing = self.missing(limit, prefix := find())
         if missing > 0:
             make_room(missing)
-            missing = self.missing(limit, prefix := find())  # some of its pages may be gone
+            missing = self.missing(limit, prefix := find())  # some of its pages may be gone, and its adopted slabs dropped
         if missing <= 0:
             return self.enter(limit, prefix)
         self.drop_unread()
@@ -267,7 +267,8 @@ class RowPool:
     # ---- kept prompts -----------------------------------------------------------------------------------------------
 
     def kept(self, contents: Contents, rings: Sequence[Pair] = ()) -> Prefix:
-        """A kept prompt as a prefix for a row. Its pages are adopted, not copied, and it must be adopted at once.
+        """A kept prompt as a prefix for a row. The pool adopts the slabs of its full pages, copies none, and drops them again unless a
+        row adopts the prefix at once.
 
         Args:
             contents: the prompt's (one row).
@@ -278,7 +279,7 @@ class RowPool:
         prefix = Prefix(int(contents.lengths[0]), {}, [], rings=list(rings))
         for paging, group in contents.groups.items():
             prefix.paged[paging] = int(group.paged[0])
-            prefix.pages[paging], opened = self._adopt(paging, group, layers)
+            prefix.pages[paging], opened = self._adopt_slabs(paging, group, layers)
             if opened:
                 prefix.opened[paging] = opened
         for alike in self.memory.groups:
@@ -288,7 +289,7 @@ class RowPool:
             prefix.tails.append((tail_k, tail_v))
         return prefix
 
-    def _adopt(
+    def _adopt_slabs(
         self, paging: Hashable, group: PagedLayers, layers: Sequence[PackedLayer]
     ) -> tuple[list[int], list[torch.Tensor]]:
         """Adopt the slabs of a kept prompt's full pages. Returns the numbers of these pages; and of each layer the page after

@@ -215,7 +215,7 @@ class RowPages(PageUser):
         return Numbers([*([Slab(own)] if own else []), *slabs], table)
 
     def fork(self, n: int, full: np.ndarray, width: int) -> list[RowPages]:
-        """`n` tables of as many rows with `width` pages, which share the first `full` `[B]` pages of each row."""
+        """The pages of `n` forks with `width` pages for each row, which share the first `full` `[B]` pages of each row."""
         adopted = np.arange(width) < full[:, None]
         ids = np.zeros(adopted.shape, dtype=np.int64)
         ids[:, : self.width] = self.table[:, :width]
@@ -251,7 +251,7 @@ class RowPages(PageUser):
         return slabs, out
 
     def _usable(self, slab: Slab) -> np.ndarray:
-        """bool `[pages]`: which pages entries of this table may have for themselves."""
+        """bool `[pages]`: which pages these rows may have for themselves."""
         with _lock:
             if slab.owner is not self:
                 return np.zeros(len(slab), dtype=bool)
@@ -266,7 +266,7 @@ class PagePool(PageUser):
     references to pages. Pages of kept prompts and of caches are adopted: rows read them where they lie.
 
     Args:
-        count: pages of the pool, numbered from 0. Attached pages have the numbers after them.
+        count: pages of the pool, numbered from 0. Adopted pages have the numbers after them.
     """
 
     def __init__(self, count: int):

@@ -33,7 +33,7 @@ class RowMemory:
 
     Args:
         spec: one with the layers' paging.
-        pages: their numbers.
+        pages: the page numbers of the rows.
         capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs.
     """
 
@@ -104,7 +104,7 @@ class RowMemory:
 
         Args:
             memory: for each store, the slabs' pages, uint8 `[n, H, page_bytes]` each.
-            slabs: their reference counts.
+            slabs: those slabs.
             table: int64 `[B, P]`: page numbers, counted through these slabs.
             adopted: bool `[B, P]`: entries that use a page of `slabs`; the others get a page of a new slab.
             width: pages of each row, at least `P`.

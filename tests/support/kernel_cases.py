@@ -155,7 +155,7 @@ def copy_state(source: LayerState, target: LayerState) -> None:
         getattr(target, name).copy_(getattr(source, name))
 
 
-def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore]:
+def filled(case: Case, gen: torch.Generator, device: str) -> tuple[PagedStore, PagedStore]:
     """The state before the step, on the CPU and on `device`, filled by the reference in two ragged chunks."""
     store, other = store_for(case, "cpu"), store_for(case, device)
     lengths = torch.tensor(case.lengths)
@@ -225,7 +225,7 @@ def dense_view(step: Step, state: LayerState, case: Case) -> tuple[torch.Tensor,
     return k, v, valid
 
 
-def put_heavy_sink(step: Step, stores: tuple[PagedStore], case: Case) -> None:
+def put_heavy_sink(step: Step, stores: tuple[PagedStore, PagedStore], case: Case) -> None:
     """Have the first token of each row score highest in the last query of each KV head's first query head."""
     assert case.heavy_sink is not None
     k, _, valid = (x.cpu() for x in dense_view(step, stores[0].state, case))
