@@ -153,7 +153,8 @@ class RowPool:
         missing = self.missing(limit, prefix := find())
         if missing > 0:
             make_room(missing)
-            missing = self.missing(limit, prefix := find())  # some of its pages may be gone, and its adopted slabs dropped
+            # some of its pages may be gone, and slabs that it adopted were dropped
+            missing = self.missing(limit, prefix := find())
         if missing <= 0:
             return self.enter(limit, prefix)
         self.drop_unread()
@@ -267,8 +268,8 @@ class RowPool:
     # ---- kept prompts -----------------------------------------------------------------------------------------------
 
     def kept(self, contents: Contents, rings: Sequence[Pair] = ()) -> Prefix:
-        """A kept prompt as a prefix for a row. The pool adopts the slabs of its full pages, copies none, and drops them again unless a
-        row adopts the prefix at once.
+        """A kept prompt as a prefix for a row. The pool adopts the slabs of its full pages, copies none, and drops
+        them again unless a row adopts the prefix at once.
 
         Args:
             contents: the prompt's (one row).

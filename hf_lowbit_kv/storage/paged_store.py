@@ -84,13 +84,13 @@ class PagedStore:
     """The tensors of a layer (`LayerState`), and the spec that defines their meaning. Backends get this object.
 
     Args:
-        capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs. That of `memory`, if there is one.
+        capacity: tokens per row (preallocated, addresses never change), or `None` to grow by slabs. Unused with `memory`.
         parameters: the layer's records, see `LayerState`.
         memory: that of the rows, which layers with the same paging share; `None`: it is of this layer only.
 
     Attributes:
-        memory: changes which pages the rows have. `None` in a store over tensors of others (`over`), such as a pool's: only their owner may
-            change, empty or count them.
+        memory: changes which pages the rows have. `None` in a store over tensors of others (`over`), such as a pool's:
+            only their owner may change, empty or count them.
         key: the spec's text form.
         kernels: kernels that a backend has prepared for exactly these tensors, by shape of the inputs. Setting `state` or
             `spec` empties it, because prepared kernels hold addresses.
