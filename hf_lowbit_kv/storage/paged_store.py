@@ -276,7 +276,7 @@ class PagedStore:
         without tokens, tables and counters). Shared pages count once. If several stores share them, they count in the
         store that owns their slab. Reads lengths from the device."""
         state = self.state
-        slabs = [memory for memory, slab in zip(state.pool, self.memory.pages.slabs, strict=True) if self._owns(slab)]
+        slabs = [pages for pages, slab in zip(state.pool, self.memory.pages.slabs, strict=True) if self._owns(slab)]
         records = [record for record in state.parameters if _counts_in(record, self)]
         other = [*state.pool, *state.parameters]
         total = sum(tensor.nbytes for tensor in [*state.tensors(), *slabs, *records]) - sum(x.nbytes for x in other)

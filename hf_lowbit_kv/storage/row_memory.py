@@ -94,7 +94,7 @@ class RowMemory:
 
     def adopt(
         self,
-        memory: Sequence[Sequence[torch.Tensor]],
+        pools: Sequence[Sequence[torch.Tensor]],
         slabs: Sequence[Slab],
         table: np.ndarray,
         adopted: np.ndarray,
@@ -103,7 +103,7 @@ class RowMemory:
         """Let growing rows, which are empty, read the packed pages of these slabs.
 
         Args:
-            memory: for each store, the slabs' pages, uint8 `[n, H, page_bytes]` each.
+            pools: for each store, the slabs' pages, uint8 `[n, H, page_bytes]` each.
             slabs: those slabs.
             table: int64 `[B, P]`: page numbers, counted through these slabs.
             adopted: bool `[B, P]`: entries that use a page of `slabs`; the others get a page of a new slab.
@@ -111,7 +111,7 @@ class RowMemory:
         """
         more = max(self.pages.width, width) - table.shape[1]
         ids, full = (np.pad(x, ((0, 0), (0, more))) for x in (table, adopted))
-        self._prepared(self.pages.adopting(slabs, ids, full), memory, slabs)()
+        self._prepared(self.pages.adopting(slabs, ids, full), pools, slabs)()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
@@ -148,12 +148,12 @@ class RowMemory:
 
     @torch.inference_mode(False)
     def _prepared(
-        self, numbers: Numbers, memory: Sequence[Sequence[torch.Tensor]] = (), slabs: Sequence[Slab] = ()
+        self, numbers: Numbers, adopted: Sequence[Sequence[torch.Tensor]] = (), slabs: Sequence[Slab] = ()
     ) -> Callable[[], None]:
         """What gives the rows these page numbers in all layers. Everything is allocated before it is returned.
 
         Args:
-            memory, slabs: see `adopt`.
+            adopted, slabs: `pools` and `slabs` of `adopt`.
         """
         stores, present = self.stores, self.pages
         entries = present.entries(numbers)
@@ -164,7 +164,7 @@ class RowMemory:
         for device, alike in _by_device(stores):
             pools: list[list[torch.Tensor]] = []
             for i, store in alike:
-                pools.append(self._pool(store, numbers.slabs, memory[i] if memory else (), slabs))
+                pools.append(self._pool(store, numbers.slabs, adopted[i] if adopted else (), slabs))
             placed = upload(_placed(pools, numbers.table[entries]), device)
             rows, columns = upload(np.stack(entries), device)
             chosen = None if numbers.rows is None else upload(numbers.rows, device)
@@ -198,11 +198,11 @@ class RowMemory:
         self,
         store: PagedStore,
         wanted: Sequence[Slab],
-        memory: Sequence[torch.Tensor] = (),
+        adopted: Sequence[torch.Tensor] = (),
         slabs: Sequence[Slab] = (),
     ) -> list[torch.Tensor]:
-        """A store's pages of these slabs: what it has, what it adopts (`memory`, of `slabs`), and new memory."""
-        known = dict(zip(self.pages.slabs, store.state.pool)) | dict(zip(slabs, memory, strict=True))
+        """A store's pages of these slabs: what it has, what it adopts (`adopted`, of `slabs`), and new memory."""
+        known = dict(zip(self.pages.slabs, store.state.pool)) | dict(zip(slabs, adopted, strict=True))
         pool = []
         for slab in wanted:  # a comprehension would keep the store alive in the traceback, if memory runs out
             pool.append(known[slab] if slab in known else store.new_slab(len(slab)))
