@@ -192,19 +192,21 @@ def _printed(cell) -> str:
 
 
 def alike(printed: str, other: str) -> bool:
-    """Whether two outputs are the same but for times. Numbers with a point may differ by 2 %, or by 2 in the last digit."""
+    """Whether two outputs are the same but for times, and for what processors compute differently. Numbers may differ by 3 %,
+    those with a point by 2 in the last digit."""
     printed, other = (re.sub(r"\b[\d.]+ ?(s|ms|us|seconds?)\b", "TIME", " ".join(x.split())) for x in (printed, other))
-    decimal = re.compile(r"-?\d+\.(\d+)")
-    if decimal.sub("", printed) != decimal.sub("", other):
+    number = re.compile(r"-?\d+(?:\.(\d+))?")
+    if number.sub("", printed) != number.sub("", other):
         return False
     return all(
-        math.isclose(float(x[0]), float(y[0]), rel_tol=0.02, abs_tol=2.01 * 10.0 ** -len(x[1]))
-        for x, y in zip(decimal.finditer(printed), decimal.finditer(other), strict=True)
+        math.isclose(float(x[0]), float(y[0]), rel_tol=0.03, abs_tol=2.01 * 10.0 ** -len(x[1]) if x[1] else 0)
+        for x, y in zip(number.finditer(printed), number.finditer(other), strict=True)
     )
 
 
 def test_outputs_that_differ_are_noticed():
-    assert alike("KL  0.0136, 12 s", "KL 0.0135, 9.5 s")
+    assert alike("KL  0.0136, 38 pages, 12 s", "KL 0.0135, 37 pages, 9.5 s")
+    assert not alike("38 pages", "36 pages")
     for other in ("KL 0.0130, 12 s", "KL 0.0136 and 12 s", "LK 0.0136, 12 s", "KL 0.0136, 12 MB"):
         assert not alike("KL 0.0136, 12 s", other)
 
