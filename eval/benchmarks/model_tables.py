@@ -23,7 +23,7 @@ from hf_lowbit_kv.eval.provenance import RESULTS
 from hf_lowbit_kv.planning.cache_memory import FullMemory, PresetMemory, chunk_bytes
 from hf_lowbit_kv.planning.fits import CUDA_BYTES, FULL, GB, fits
 from hf_lowbit_kv.planning.model_shapes import shape_of, weight_bytes
-from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, is_calibrated, preset_names
+from hf_lowbit_kv.presets import DEFAULT_PRESET, get_preset, preset_names
 
 #: the measured model: name in the table and in the picture, name in the records (`model_accuracy.py`), and the
 #: configuration that determines the size of its cache
@@ -230,8 +230,8 @@ def front_table(tasks: Path = TASKS) -> str:
     return listed(rows, columns)
 
 
-#: presets with a calibration that `calibrate` makes; items of variable tracking, in which they differ most
-EIGEN, VT_ITEMS = ("eigen-4", "eigen-3", "eigen-2"), 100
+#: items of variable tracking, in which calibrations differ most
+VT_ITEMS = 100
 #: calibrated presets, and those of about their size that need no calibration
 WORTH = ("kivi-4-sink", "eigen-4", "k4v2-sink", "eigen-3", "kivi-2-hadamard-sink", "eigen-2")
 
@@ -270,9 +270,9 @@ def draws_table(path: Path = TASKS) -> str:
         mean = {key: _mean_record([records[key] for records in measured]) for key in keys}
         loss = RulerLoss(_points(full, keys) - _points(mean, keys), paired_error(mean, full, keys))
         each = ", ".join(f"{_points(full, keys) - _points(records, keys):z.1f}" for records in measured)
-        return f"{loss} ({each})" if is_calibrated(get_preset(name)) else str(loss)
+        return f"{loss} ({each})" if name in CALIBRATED else str(loss)
 
-    rows = [[f"`{name}`", *(cell(name, keys) for keys in columns.values())] for name in (DEFAULT_PRESET, *EIGEN)]
+    rows = [[f"`{name}`", *(cell(name, keys) for keys in columns.values())] for name in (DEFAULT_PRESET, *CALIBRATED)]
     return markdown_table(["preset", *columns], rows) if full else NONE
 
 

@@ -101,7 +101,7 @@ class PagedStore:
     key: str
     _tensors: dict[str, tuple[torch.Tensor, ...]] | None
 
-    # The decorators make sure that a store made inside `torch.inference_mode()` can be written outside it.
+    # The decorator makes sure that a store made inside `torch.inference_mode()` can be written outside it.
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -138,17 +138,17 @@ class PagedStore:
             scratch=zeros(batch_size * num_heads * SCRATCH + 1),
             parameters=list(parameters),
         )
-        self._have(state, spec, memory or RowMemory.of(spec, batch_size, capacity))
+        self._initialize(state, spec, memory or RowMemory.of(spec, batch_size, capacity))
         self.memory.join(self)
 
     @classmethod
     def over(cls, state: LayerState, spec: LayerSpec) -> PagedStore:
         """A store over these tensors. Who allocated them says which pages its rows have."""
         store = cls.__new__(cls)
-        store._have(state, spec, None)
+        store._initialize(state, spec, None)
         return store
 
-    def _have(self, state: LayerState, spec: LayerSpec, memory: Any) -> None:
+    def _initialize(self, state: LayerState, spec: LayerSpec, memory: Any) -> None:
         self.spec, self.state, self.memory = spec, state, memory
         self.batch_size, self.num_heads = state.length.shape
         self.head_dim_k, self.head_dim_v = state.head_dims
