@@ -45,8 +45,11 @@ class LengthRope:
         return [read > limit for _, limit in self.kinds]
 
     def settled(self, read: int) -> bool:
-        """Whether greater read lengths have the same frequencies, up to the next limit."""
-        return all(name == "longrope" or read <= limit for name, limit in self.kinds)
+        """Whether all passes of this read length have the same frequencies.
+
+        With `dynamic` a pass of exactly `limit` tokens keeps those of a longer text that the model has read before.
+        """
+        return all(name == "longrope" or read < limit for name, limit in self.kinds)
 
     def agree(self, one: int, other: int) -> bool:
         """Whether passes of these read lengths have the same frequencies."""

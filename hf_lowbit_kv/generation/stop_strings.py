@@ -9,9 +9,10 @@ from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 
-def first_stop(text: str, strings: str | Sequence[str]) -> int | None:
-    """Where the first stop string begins in a text; `None` if there is none."""
-    places = [text.find(string) for string in ([strings] if isinstance(strings, str) else strings)]
+def first_stop(text: str, strings: str | Sequence[str], after: int = 0) -> int | None:
+    """Where the first stop string begins that ends after the first `after` characters of a text; `None` if there is none."""
+    each = [strings] if isinstance(strings, str) else strings
+    places = [text.find(string, max(after - len(string) + 1, 0)) for string in each]
     return min((place for place in places if place >= 0), default=None)
 
 
@@ -47,9 +48,10 @@ class StopStrings:
     def add(self, token: int) -> str:
         """The text that can be passed on after this token."""
         piece = self._decode(token)
+        before = sum(len(piece) for piece, _ in self._delayed)  # a stop string that the prompt ends with is no stop
         self._delayed.append((piece, "" if token in self._unshown else piece))
         text = "".join(piece for piece, _ in self._delayed)
-        place = first_stop(text, self._strings)
+        place = first_stop(text, self._strings, before)
         self.reached = place is not None
         return self._pass_on(len(text) - self._overlap(text) if place is None else place)
 

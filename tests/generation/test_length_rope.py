@@ -90,6 +90,18 @@ def test_prefix_store(models, first, then, hits):
     assert (cache_in(out).cached_tokens > 0) == bool(hits)
 
 
+def test_a_text_of_exactly_the_limit_after_a_longer_one(models):
+    """With dynamic embeddings it is read with the longer one's."""
+    ours, theirs = models
+    text, store, one = ids_of(450), lb.PrefixStore("100MB"), OPTIONS | {"max_new_tokens": 1}
+    for ids, kept in ((text[:, :350], None), (text[:, 350:], store), (text[:, :20], None), (text[:, 350:435], store)):
+        truth = theirs.generate(**left_padding(ids.clone()), **one)
+        out = lb.generate(
+            ours, **left_padding(ids.clone()), preset="dense", cache_options=SMALL_PAGES, prefixes=kept, **one
+        )
+        assert error(out, truth) < 2e-3
+
+
 def test_prefixes_of_padded_rows(llama):
     """The longest row decides for all."""
     ours, theirs = llama

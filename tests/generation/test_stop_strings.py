@@ -47,19 +47,21 @@ def test_special_tokens():
     assert passed_on(tokenizer, "ab<|end|>c", "b<|end|>c", **hidden) == ("a", True, 4)
 
 
-@pytest.mark.parametrize("stop", ["<|end|>", "ab<|end|>", "aba", "|>a", "b" * 9])
-def test_texts_end_where_transformers_ends_them(stop):
+@pytest.mark.parametrize(
+    "stops", [["<|end|>"], ["ab<|end|>"], ["aba"], ["|>a"], ["b" * 9], ["b", "ba<|end|>"], ["<|end|>", "|>bb"]]
+)
+def test_texts_end_where_transformers_ends_them(stops):
     """In random texts, also if the stop string begins in the prompt or is in it."""
     tokenizer, rng = tokenizer_with_end(), random.Random(0)
     tokens = tokenizer("ab<|end|>")["input_ids"]
-    criterion, ends = StopStringCriteria(tokenizer, [stop]), set()
+    criterion, ends = StopStringCriteria(tokenizer, stops), set()
     for _ in range(40):
         ids, prompt = rng.choices(tokens, k=30), rng.randrange(1, 6)
-        found = StopStrings(tokenizer, stop, prompt_ids=ids[:prompt])
+        found = StopStrings(tokenizer, stops, prompt_ids=ids[:prompt])
         for end in range(prompt, 30):
             found.add(ids[end])
             assert found.reached == bool(criterion(torch.tensor([ids[: end + 1]]), None))
             if found.reached:
                 ends.add(end)
                 break
-    assert len(ends) > 3 or stop == "b" * 9
+    assert len(ends) > 3 or stops == ["b" * 9]
