@@ -75,8 +75,6 @@ class PackedLayer(NamedTuple):
                     dim=-1,
                 )
             )
-        if not converted:
-            return slab.new_zeros(0, slab.shape[1], sum(spec.part_bytes(*widths, dtype)))
         return torch.cat(converted)
 
 

@@ -369,6 +369,7 @@ class LowBitCache(Cache, PushToHubMixin):
             for layer in self.packed_layers:
                 layer.remove_newest(tokens, stored)
             self._first_packed_layer.own_pages()
+        self.text = None  # ids of other tokens
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep the rows `indices` (integers `[n]`, or bool `[batch]`), in this order. Packed pages are shared. Rows that do not
@@ -387,8 +388,8 @@ class LowBitCache(Cache, PushToHubMixin):
                 continue
             with writable_anywhere():
                 layer.reorder_cache(indices)  # some of transformers' layers have only this method
-        self.guard.changing = interrupted
         self.facts.select(indices)
+        self.guard.changing = interrupted
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row `b` becomes row `beam_idx[b]` (integers `[n]`)."""
@@ -499,6 +500,7 @@ class LowBitCache(Cache, PushToHubMixin):
 
     def reset(self) -> None:
         """Forget all tokens. A preallocated cache keeps its memory and addresses; a growing cache frees its memory."""
+        self.guard.changing = True  # until all layers are empty
         to_replace = [index for index, layer in enumerate(self.layers) if isinstance(layer, DynamicLayer)]
         if to_replace:  # transformers' own reset of growing layers keeps the length in 5.17
             new = native_layers(self.config, self._first_packed_layer.length.capacity)

@@ -12,7 +12,8 @@ while a row or a prefix has one of their pages: rows read them in place, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,11 +138,20 @@ class RowPool:
         Args:
             prefix: the prefix with which the row begins.
         """
-        row = Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})
-        self.rows.append(row)
-        if prefix is not None:
-            self.adopt(row, prefix)
+        with self._entering(Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})) as row:
+            if prefix is not None:
+                self.adopt(row, prefix)
         return row
+
+    @contextmanager
+    def _entering(self, row: Row) -> Iterator[Row]:
+        """The row enters, and leaves again if that ends in an exception, e.g. because memory runs out."""
+        self.rows.append(row)
+        try:
+            yield row
+        except BaseException:
+            self.leave(row)
+            raise
 
     def admit(self, limit: int, find: Callable[[], Prefix | None], make_room: Callable[[int], object]) -> Row | None:
         """A new row for up to `limit` tokens; `None`: there are too few pages now. A slot must be free.
@@ -206,14 +216,14 @@ class RowPool:
         """A new row with the tokens of another one, as for `enter`. Full pages are shared; the window and a partial page are
         copied."""
         self.flush()
-        new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
-        self.rows.append(new)
-        self._share(new, full := self._full_pages(row))
-        for paging, spec in self._specs.items():
-            if (count := len(full[paging])) < spec.pages_for(row.length):  # a partial page
-                (page,) = self._own_pages(new, paging, 1)
-                self.memory.copy_page(paging, row.pages[paging][count], page)
-        self.memory.copy_window(row.slot, new.slot)
+        copied = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
+        with self._entering(copied) as new:
+            self._share(new, full := self._full_pages(row))
+            for paging, spec in self._specs.items():
+                if (count := len(full[paging])) < spec.pages_for(row.length):  # a partial page
+                    (page,) = self._own_pages(new, paging, 1)
+                    self.memory.copy_page(paging, row.pages[paging][count], page)
+            self.memory.copy_window(row.slot, new.slot)
         return new
 
     def _share(self, row: Row, pages: dict[Hashable, list[int]]) -> None:

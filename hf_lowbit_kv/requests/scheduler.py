@@ -270,14 +270,15 @@ class Scheduler:
             short = (each for each in prefilling if len(each.request.prompt_ids) - each.row.length <= left)
             sequence = oldest if self._oldest_first else next(short, oldest)
             self._oldest_first = False
+            self._stepping = [sequence]
             self._look_for_prefix(sequence)
             chunk = self._chunk(sequence)
             if (tokens := chunk.stop - chunk.start) > left and left < self.chunk_size:
+                self._stepping = []
                 break
             left -= tokens
             oldest_was_read |= sequence is oldest
             overtaken |= sequence is not oldest
-            self._stepping = [sequence]
             logits = self.steps.prefill(sequence.row, on_device(sequence.request.prompt_ids[chunk], self.steps.device))
             if chunk.stop == len(sequence.request.prompt_ids):
                 self._start_decoding(sequence, logits)

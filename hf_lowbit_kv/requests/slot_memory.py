@@ -93,7 +93,8 @@ class SlotMemory:
             torch.zeros(*rows, *x.shape[1:], dtype=x.dtype, device=device)
             for x in (getattr(like.state, name) for name in WINDOWS)
         ]
-        pages, entries = max(-(-tokens // spec.page_size), 1), max(spec.pages_for(max_length), 1)
+        # a cropped prefix may have all its tokens in pages
+        pages, entries = (max(-(-count // spec.page_size), 1) for count in (tokens, max_length - spec.sink))
         slab = torch.zeros(len(layers), pages, like.num_heads, like.page_bytes, dtype=torch.uint8, device=device)
         counters = torch.zeros(len(COUNTERS), *rows, like.num_heads, dtype=torch.int32, device=device)
         addresses = torch.zeros(*rows, -(-entries // TABLE_STEP) * TABLE_STEP, dtype=torch.int64, device=device)

@@ -262,12 +262,12 @@ class PagedStore:
 
     def reset(self) -> None:
         """Forget all tokens, but keep the memory and its addresses."""
+        self.memory.reset()  # first: it may complete a change of rows, counters too
         state = self.state
         state.length.zero_()
         state.paged.zero_()
         state.lost.zero_()
         state.scratch.zero_()  # an interrupted launch may have left its counts
-        self.memory.reset()
 
     # ---- counting -------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 The layers share page numbers. Each has its own bytes, and its own table on its device, because compiled steps would take a
 shared tensor for an alias. A change of numbers concerns all layers at once: first everything is allocated, then numbers and
-layers change. So if memory runs out, nothing has changed, and the numbers of all layers are the same at any time.
+layers change. So if memory runs out, nothing has changed, and the numbers of all layers are the same at any time. A change
+that an interrupt (Ctrl-C) has ended between two layers is completed before anything else uses the numbers.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import weakref
@@ -38,8 +40,9 @@ class RowMemory:
     """
 
     def __init__(self, spec: LayerSpec, pages: RowPages, capacity: int | None):
-        self.spec, self.pages, self.capacity = spec, pages, capacity
+        self.spec, self._pages, self.capacity = spec, pages, capacity
         self._stores: list[weakref.ref[PagedStore]] = []
+        self._unfinished: Callable[[], None] | None = None
         self._count_room()
 
     @staticmethod
@@ -52,6 +55,15 @@ class RowMemory:
 
     def __setstate__(self, state):
         self.__init__(*state)  # type: ignore[misc]
+
+    @property
+    def pages(self) -> RowPages:
+        self._complete()
+        return self._pages
+
+    def _complete(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished()
 
     @property
     def stores(self) -> list[PagedStore]:
@@ -84,6 +96,7 @@ class RowMemory:
 
     def reserve(self, length: int) -> None:
         """Make room for rows of `length` tokens. A growing cache adds slabs; a preallocated one has the room already."""
+        self._complete()
         if length > self.room:
             self.widen(self.width_for(length))
 
@@ -158,7 +171,7 @@ class RowMemory:
         stores, present = self.stores, self.pages
         entries = present.entries(numbers)
         if numbers.rows is None and not len(entries[0]) and numbers.slabs == present.slabs:
-            return lambda: present.set(numbers)  # most crops change no page number
+            return functools.partial(present.set, numbers)  # most crops change no page number
         states: dict[PagedStore, LayerState] = {}
         writes = []
         for device, alike in _by_device(stores):
@@ -184,15 +197,18 @@ class RowMemory:
                     writes += page_writes(pool, target, read_pages(pool, source))
                 states[store] = store.state._replace(pool=pool, **fields)
 
-        def change() -> None:
-            for page, index, contents in writes:
-                page[index] = contents
-            present.set(numbers)
-            self._count_room()
-            for store, state in states.items():
-                store.set_state(state)
+        return functools.partial(self._change, numbers, states, writes)
 
-        return change
+    def _change(self, numbers: Numbers, states: dict[PagedStore, LayerState], writes: list[Any]) -> None:
+        """Give the rows these numbers, and the stores these states. Done again from its beginning, it has the same effect."""
+        self._unfinished = functools.partial(self._change, numbers, states, writes)
+        for page, index, contents in writes:
+            page[index] = contents
+        self._pages.set(numbers)
+        for store, state in states.items():
+            store.set_state(state)
+        self._unfinished = None
+        self._count_room()
 
     def _pool(
         self,
@@ -222,8 +238,7 @@ def page_addresses(pools: Sequence[list[torch.Tensor]], numbers: np.ndarray) -> 
     slab, index = locate(pools[0], numbers)
     starts = np.zeros((len(pools), len(pools[0])), dtype=np.int64)
     for used in np.flatnonzero(np.bincount(slab.ravel())):  # a pool of requests may have many
-        if used:
-            starts[:, used] = [pool[used].data_ptr() - pool[0].data_ptr() for pool in pools]
+        starts[:, used] = [pool[used].data_ptr() - pool[0].data_ptr() for pool in pools]
     sizes = np.array([pool[0].stride(0) for pool in pools], dtype=np.int64)
     return starts[:, slab] + sizes.reshape(-1, *[1] * numbers.ndim) * index
 

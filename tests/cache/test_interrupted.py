@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from cases import SMALL_PAGES, filled, left_padded, next_logits, tiny_models
+from cases import SMALL_PAGES, filled, left_padded, next_logits, read, tiny_models
 from transformers import DynamicCache
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.backends import operations
+from hf_lowbit_kv.cache import contents
+from hf_lowbit_kv.storage.paged_store import PagedStore
 
 pytestmark = pytest.mark.host
 
@@ -145,6 +147,83 @@ def test_a_pass_interrupted_while_the_last_packed_layer_stores(family, operation
         next_logits(model, cache)
     cache.reset()
     assert torch.isfinite(next_logits(model, cache)).all()
+
+
+# ---- changes of rows --------------------------------------------------------------------------------------------------
+
+
+def _fails_at(monkeypatch, owner, name: str, number: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+    """Call `number` of a method fails, before it does anything."""
+    real, calls = getattr(owner, name), []
+
+    def failing(*args, **options):
+        calls.append(name)
+        if len(calls) == number:
+            raise error
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+def _expected(stock, *texts):
+    with torch.no_grad():
+        return stock(torch.cat(texts, 1)).logits[:, -1]
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("change", ["reset", "reorder"])
+def test_rows_that_were_changed_in_some_layers(change, layer, monkeypatch):
+    """After `reset` the next text is right, and that of a cache with which pages were shared."""
+    model, stock = tiny_models("llama")
+    text, other, five = left_padded(2, 150)[0], left_padded(2, 120, seed=5)[0], torch.full((2, 1), 5)
+    parent = _cache(model, 400)
+    read(model, parent, text)
+    cache = parent.fork()[0] if change == "reset" else parent
+    _fails_at(monkeypatch, PagedStore, "set_state", layer)
+    with pytest.raises(KeyboardInterrupt):
+        cache.reset() if change == "reset" else cache.reorder_cache(torch.tensor([1, 1]))
+    with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
+        read(model, cache, other)
+    cache.reset()
+    read(model, cache, other)
+    torch.testing.assert_close(read(model, cache, five), _expected(stock, other, five), rtol=1e-4, atol=1e-4)
+    if cache is not parent:
+        torch.testing.assert_close(read(model, parent, five), _expected(stock, text, five), rtol=1e-4, atol=1e-4)
+
+
+def test_a_pass_begins_again_where_it_was_interrupted_while_the_cache_grew(monkeypatch):
+    model, stock = tiny_models("llama")
+    cache, (text, _) = _cache(model, None), left_padded(1, 500)
+    read(model, cache, text[:, :80])
+    _fails_at(monkeypatch, PagedStore, "set_state", 2)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, cache, text[:, 80:])
+    read(model, cache, text[:, 80:])
+    got, five = next_logits(model, cache)[:, -1], torch.tensor([[5]])
+    torch.testing.assert_close(got, _expected(stock, text, five), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("filling", ["reset", "restore"])
+def test_memory_runs_out_while_a_cache_is_emptied_or_filled(filling, monkeypatch):
+    """It is refused until `reset` succeeds, and writes to no page of another cache."""
+    model, stock = tiny_models("llama")
+    parent, text = filled(model, "dense", max_cache_len=200), left_padded(1, 80)[0]
+    (cache,) = parent.fork()
+    store = lb.PrefixStore("1GB")
+    store.add(parent, [text[0]])
+    owner, name = (PagedStore, "reset") if filling == "reset" else (contents, "read_pages")
+    if filling == "restore":
+        cache.reset()
+    _fails_at(monkeypatch, owner, name, 2, torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reset() if filling == "reset" else store.restore(cache, [torch.cat([text[0], torch.tensor([5])])])
+    with pytest.raises(RuntimeError, match=r"interrupted: .*; reset\(\)"):
+        next_logits(model, cache)
+    cache.reset()
+    read(model, cache, left_padded(1, 120, seed=5)[0])
+    torch.testing.assert_close(
+        next_logits(model, parent)[:, -1], _expected(stock, text, torch.tensor([[5]])), rtol=1e-4, atol=1e-4
+    )
 
 
 # ---- another text than the cache holds ------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ def test_layers_agree(family, max_cache_len):
         mask[0, seen - hidden : seen] = 0
         if hidden == 70:
             mask[1, seen - 3 : seen] = 0
+        if hidden:
+            cache.text = ids[:, :seen]
         got = _read(ours, cache, ids[:, seen:end], mask[:, :end])
+        assert cache.text is None  # these ids are not stored any more
         with torch.no_grad():
             positions = (mask[:, :end].cumsum(1) - 1).clamp(min=0)
             fresh = theirs(ids[:, :end], attention_mask=mask[:, :end], position_ids=positions, use_cache=False).logits

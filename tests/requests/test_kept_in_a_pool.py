@@ -193,6 +193,20 @@ def test_a_kept_text_is_used_where_it_saves_more_than_the_pool_does(model):
     assert many(model, [longer], new_tokens=4, prefixes=store)[0].cached_tokens >= 300
 
 
+def test_a_cropped_cache_has_all_its_tokens_in_pages(model):
+    """These may be more pages than its request needs."""
+    cache = lb.from_preset("dense", model, sink=0, max_cache_len=300, **SMALL_PAGES)
+    document = text(192, 1)
+    lb.generate(model, document[None], past_key_values=cache, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    cache.crop(161 - int(cache.get_seq_length()))
+    longer = torch.cat([document[:161], text(1, 2)])
+    fresh, kept = (
+        many(model, [{"input_ids": longer, **more}], new_tokens=2, cache_options={"sink": 0, **SMALL_PAGES})[0]
+        for more in ({}, {"past_key_values": cache})
+    )
+    assert (kept.cached_tokens, kept.generated_tokens) == (161, fresh.generated_tokens)
+
+
 def test_a_chat_goes_on_in_a_pool(model, tmp_path):
     """A loaded one, too: what it holds is not read again, and the chat does not change."""
     options = {"max_length": 1024, "max_new_tokens": 6, "do_sample": False, "cache_options": SMALL_PAGES}

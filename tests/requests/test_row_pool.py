@@ -1,5 +1,7 @@
 """A pool of rows: the output of a row does not depend on other rows that come and go."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from cases import FORMAT_CASES, cache_of, tiny_models
@@ -142,6 +144,23 @@ def test_a_prefix_outlives_its_row(model, texts):
     steps.leave(row)
     assert not all_free(pool)
     assert prefixes.make_room(8) == 8
+    assert all_free(pool)
+
+
+@pytest.mark.parametrize("change", ["enter", "fork"])
+def test_a_row_that_cannot_enter_leaves_nothing(model, texts, change, monkeypatch):
+    steps = steps_on(model)
+    pool, prefixes = steps.pool, SharedPrefixes(steps.pool, 1)
+    first = pool.enter(400)
+    read(steps, first, texts[3])
+    prefixes.keep(first, texts[3].tolist())
+    name = "set_window" if change == "enter" else "copy_window"
+    monkeypatch.setattr(pool.memory, name, Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.fork(first, 400) if change == "fork" else pool.enter(400, prefixes.find([*texts[3].tolist(), 5]))
+    assert pool.rows == [first]
+    steps.leave(first)
+    prefixes.clear()
     assert all_free(pool)
 
 

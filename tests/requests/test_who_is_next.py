@@ -2,6 +2,7 @@
 token that is there."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,3 +187,17 @@ def test_a_first_token_is_delivered_while_other_prompts_are_read(models, monkeyp
     store = [*first[:7], "wait", *first[7:]]
     assert events == {"CPU": first, "GPU": delivered_late, "GPU, and a store": store}[kind]
     run.free()
+
+
+def test_a_request_that_fails_before_its_chunk_is_read_ends_alone(models, monkeypatch):
+    """Memory runs out while it begins with a prefix."""
+    run = Run(models, [(40, 5), (20, 5)], 1)
+    outcomes = itertools.chain([torch.OutOfMemoryError("no memory")], itertools.repeat(None))
+    monkeypatch.setattr(run.scheduler, "_look_for_prefix", Mock(side_effect=outcomes))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run.round()
+    run.scheduler.fail(raised.value)
+    while run.round():
+        pass
+    failed, other = sorted(run.results, key=lambda result: result.index)
+    assert (failed.error, other.error, len(other.generated_tokens)) == ("OutOfMemoryError: no memory", None, 5)
