@@ -78,10 +78,23 @@ class StopStrings:
 
 
 def _decoder(tokenizer: Any) -> Any:
-    """A function of the next token: the text that it completes, which is empty in the middle of a character."""
+    """A function of the next token: the text that it adds. An incomplete character at its end counts for a later token."""
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         stream, backend = DecodeStream([], False), tokenizer.backend_tokenizer
-        return lambda token: stream.step(backend, token) or ""
+        begun, added = list[int](), ""  # tokens since the last complete character, and what of their text was returned
+
+        def decode_fast(token: int) -> str:
+            nonlocal added
+            begun.append(token)
+            complete = stream.step(backend, token)
+            text = backend.decode(begun, skip_special_tokens=False).rstrip("\ufffd") if complete is None else complete
+            new, added = text[len(added) :], text
+            if complete is not None:
+                begun.clear()
+                added = ""
+            return new
+
+        return decode_fast
     before, new = list[int](), list[int]()
 
     def decode(token: int) -> str:

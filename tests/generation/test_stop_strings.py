@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 from tiny_tokenizers import letters
-from transformers import ByT5Tokenizer, StopStringCriteria
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast, StopStringCriteria
 
 from hf_lowbit_kv.generation.stop_strings import StopStrings
 
@@ -65,3 +66,14 @@ def test_texts_end_where_transformers_ends_them(stops):
                 ends.add(end)
                 break
     assert len(ends) > 3 or stops == ["b" * 9]
+
+
+def test_a_token_that_ends_a_stop_string_and_begins_a_character():
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "\u0120\u00f0"]  # a space and the first byte of an emoji
+    backend = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [("\u0120", "\u00f0")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer, text = PreTrainedTokenizerFast(tokenizer_object=backend), "a \U0001f600b"
+    assert passed_on(tokenizer, text, " ") == ("a", True, 2)
+    assert StopStringCriteria(tokenizer, [" "])(torch.tensor([tokenizer(text)["input_ids"][:2]]), None)
+    assert passed_on(tokenizer, text, "b") == (text[:-1], True, 6)
