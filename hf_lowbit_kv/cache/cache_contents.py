@@ -66,10 +66,10 @@ def put(cache: Any, contents: Contents, model: Any) -> None:
     """Put these contents into an empty cache of this model that has room for them. A preallocated cache copies all tensors;
     a growing cache copies only those on another device than their layer."""
     device_of = layer_devices(model)
-    cache.guard.changing = True  # until all layers have them
     packed = {index: cache.layers[index] for index in contents.layers}
     for index, tensors in contents.layers.items():
         _prepare(packed[index], len(contents.lengths), tensors, device_of(index))
+    cache.guard.changing = True  # until all layers have the tokens
     put_rows({index: layer.store for index, layer in packed.items()}, contents)
     for layer in packed.values():
         layer._forget()

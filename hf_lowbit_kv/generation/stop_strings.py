@@ -48,10 +48,9 @@ class StopStrings:
     def add(self, token: int) -> str:
         """The text that can be passed on after this token."""
         piece = self._decode(token)
-        before = sum(len(piece) for piece, _ in self._delayed)  # a stop string that the prompt ends with is no stop
         self._delayed.append((piece, "" if token in self._unshown else piece))
         text = "".join(piece for piece, _ in self._delayed)
-        place = first_stop(text, self._strings, before)
+        place = first_stop(text, self._strings, len(text) - len(piece))  # one that the prompt ends with is no stop
         self.reached = place is not None
         return self._pass_on(len(text) - self._overlap(text) if place is None else place)
 

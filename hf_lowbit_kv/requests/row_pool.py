@@ -138,17 +138,18 @@ class RowPool:
         Args:
             prefix: the prefix with which the row begins.
         """
-        with self._entering(Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})) as row:
+        row = Row(len(self.rows), limit, pages={paging: [] for paging in self._specs})
+        with self._entering(row):
             if prefix is not None:
                 self.adopt(row, prefix)
         return row
 
     @contextmanager
-    def _entering(self, row: Row) -> Iterator[Row]:
+    def _entering(self, row: Row) -> Iterator[None]:
         """The row enters, and leaves again if that ends in an exception, e.g. because memory runs out."""
         self.rows.append(row)
         try:
-            yield row
+            yield
         except BaseException:
             self.leave(row)
             raise
@@ -216,8 +217,8 @@ class RowPool:
         """A new row with the tokens of another one, as for `enter`. Full pages are shared; the window and a partial page are
         copied."""
         self.flush()
-        copied = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
-        with self._entering(copied) as new:
+        new = Row(len(self.rows), limit, row.length, {paging: [] for paging in self._specs}, dict(row.paged))
+        with self._entering(new):
             self._share(new, full := self._full_pages(row))
             for paging, spec in self._specs.items():
                 if (count := len(full[paging])) < spec.pages_for(row.length):  # a partial page
