@@ -131,14 +131,15 @@ def read_answer(
     ends: Any,
     parser: AnswerParser | None,
     content_of: Callable[[str], str],
+    begun: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """The text and the message of an answer.
+    """The text and the message of an answer. If it continues a message, the message is the whole one.
 
     Args:
         tokens: of the answer.
         ends: as for `unshown_tokens`.
         parser: a new one, or `None`.
-        content_of: see `ChatPrompt.content_of`.
+        content_of, begun: see `ChatPrompt`.
     """
     unshown = unshown_tokens(tokenizer, ends, parser)
     tokens = [token for token in tokens if token not in unshown]
@@ -156,4 +157,4 @@ def read_answer(
                 "tokenizer.response_template to get reasoning and tool calls as fields of the message",
                 stacklevel=4,
             )
-    return text, {"role": "assistant", "content": content}
+    return text, {"role": "assistant", "content": (begun or "") + content}

@@ -53,6 +53,13 @@ class ChatPrompt:
     def _text(self) -> str:
         return self.tokenizer.decode(self.ids)
 
+    @property
+    def begun(self) -> str | None:
+        """Content of the last message if the answer continues it (`continue_final_message`); otherwise `None`."""
+        if not self.options.get("continue_final_message") or self.messages[-1]["role"] != "assistant":
+            return None
+        return _as_text(self.messages[-1].get("content") or "")
+
     def parser(self, model: Any) -> AnswerParser | None:
         """A parser of the answer to this prompt. Arguments and errors as for `parser_for`."""
         return parser_for(self.tokenizer, model, self._text, self.options.get("tools"))

@@ -163,7 +163,7 @@ class Chat:
             self._align(turn.ids)
             parser, stop, failed = turn.parser, threading.Event(), list[BaseException]()
             seen = _Seen(unshown_tokens(self.tokenizer, self._setting("eos_token_id"), parser))
-            pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=True)
+            pieces = _Pieces(self.tokenizer)
 
             def work() -> None:
                 try:
@@ -299,11 +299,12 @@ class Chat:
             stored = 0
         if stored and not self._crops:
             self._ends.add(self.cache, [whole[0, :stored].cpu()])
-        parser = turn.prompt.parser(unwrap(self.model))  # that of `stream` has read other pieces
-        ends = self._setting("eos_token_id")
-        answer, message = read_answer(self.tokenizer, written, ends, parser, turn.prompt.content_of)
+        prompt, ends = turn.prompt, self._setting("eos_token_id")
+        parser = prompt.parser(unwrap(self.model))  # that of `stream` has read other pieces
+        answer, message = read_answer(self.tokenizer, written, ends, parser, prompt.content_of, prompt.begun)
         if written:
-            self.messages += [*turn.messages, message]
+            earlier = [*self.messages, *turn.messages]
+            self.messages[:] = [*(earlier if prompt.begun is None else earlier[:-1]), message]
         return answer
 
     # ---- the cache ------------------------------------------------------------------------------------------------
@@ -536,12 +537,24 @@ class _Seen(BaseStreamer):
         prompt, self._prompt = self._prompt, False  # the first to come is the prompt
         tokens = [] if prompt else value.reshape(-1).tolist()
         self.ids += tokens
-        if self.next is not None and not self.unseen.issuperset(tokens or [None]):
+        if self.next is not None and not self.unseen.issuperset(tokens):
             self.next.put(value)
 
     def end(self) -> None:
         if self.next is not None:
             self.next.end()
+
+
+class _Pieces(TextIteratorStreamer):
+    """The text of an answer's tokens, piece by piece."""
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if (
+            not self.token_cache
+        ):  # transformers below 5.24 forgets the line: a decoder may strip a space that begins a text
+            self.token_cache = value.reshape(-1).tolist()
+            self.print_len = len(self.tokenizer.decode(self.token_cache))
 
 
 class _Stopped(StoppingCriteria):

@@ -76,7 +76,8 @@ class Request:
         """The text of these tokens, and the message if the request has messages."""
         ends = list(self.end_tokens)
         if self.prompt is not None:
-            return read_answer(tokenizer, tokens, ends, self.prompt.parser(model), self.prompt.content_of)
+            prompt = self.prompt
+            return read_answer(tokenizer, tokens, ends, prompt.parser(model), prompt.content_of, prompt.begun)
         unshown = unshown_tokens(tokenizer, ends, None)
         return tokenizer.decode([token for token in tokens if token not in unshown]), None
 

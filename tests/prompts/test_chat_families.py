@@ -6,7 +6,15 @@ from datetime import datetime
 import pytest
 import torch
 from chat_families import FAMILIES, RESULT, tokenizer_of_bytes
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import hf_lowbit_kv as lb
 
@@ -84,6 +92,40 @@ def test_three_turns(name):
     held = chat.cache.text[0].tolist()
     assert held == want[: len(held)]
     assert len(held) >= len(want) - 1
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.2"])  # with and without a response template
+def test_an_answer_that_goes_on_with_a_message_is_one_message(name):
+    family = FAMILIES[name]
+    chat = _begun(family)
+    new = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Sure, here"}]
+    asked, whole = [*chat.messages, *new], {"role": "assistant", "content": "Sure, here it is."}
+    going_on = {**family.options, "continue_final_message": True, "add_generation_prompt": False}
+    ids = [*chat.tokenizer.encode(" it is.", add_special_tokens=False), chat.tokenizer.eos_token_id]
+    request = {"messages": asked, "logits_processor": [Script(ids)], "chat_template_kwargs": going_on}
+    result = lb.generate_many(
+        chat.model, [request], "dense", tokenizer=chat.tokenizer, max_new_tokens=9, progress=False
+    )[0]
+    assert (result.text, result.message) == (" it is.", whole)
+    for way in (chat.send, lambda text: "".join(chat.stream(text))):
+        chat.messages, chat.chat_template_kwargs = asked[: -len(new)], going_on
+        chat.options["logits_processor"] = [Script(ids)]
+        assert way(new) == " it is."
+        assert chat.messages == [*asked[:-1], whole]
+
+
+def test_streamed_lines_keep_the_spaces_that_they_begin_with():
+    """Tokenizers like that of Llama 2 strip a space that begins a text."""
+    vocabulary = {token: index for index, token in enumerate(("<s>", "</s>", *"▁\n:(){}abcdefghijklmnopqrstuvwxyz"))}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    chat = lb.Chat(_model(tokenizer, qwen=False), tokenizer, "dense", max_length=300, do_sample=False)
+    code = "def f():\n  for a in b:\n    print(a)\n\n  return {}\n"
+    chat.options["logits_processor"] = [Script([*tokenizer.encode(code), tokenizer.eos_token_id])]
+    assert "".join(chat.stream("code")) == code
 
 
 def test_the_end_of_thinking_is_read_again_and_nothing_else():
