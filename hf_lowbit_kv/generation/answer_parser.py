@@ -131,7 +131,7 @@ def read_answer(
     ends: Any,
     parser: AnswerParser | None,
     content_of: Callable[[str], str],
-    begun: str | None = None,
+    begun: str | None,
 ) -> tuple[str, dict[str, Any]]:
     """The text and the message of an answer. If it continues a message, the message is the whole one.
 

@@ -550,9 +550,8 @@ class _Pieces(TextIteratorStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         super().put(value)
-        if (
-            not self.token_cache
-        ):  # transformers below 5.24 forgets the line: a decoder may strip a space that begins a text
+        # transformers below 5.24 forgets the line that has ended: a decoder strips the space that begins a text
+        if not self.token_cache:
             self.token_cache = value.reshape(-1).tolist()
             self.print_len = len(self.tokenizer.decode(self.token_cache))
 
