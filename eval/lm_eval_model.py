@@ -16,17 +16,14 @@ import inspect
 import logging
 import math
 import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lm_eval
-import lm_eval.evaluator
 import torch
 from lm_eval._cli.harness import HarnessCLI
 from lm_eval.api.instance import Instance
@@ -375,7 +372,7 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
     tracker = None
     if config.output_path:
         tracker = EvaluationTracker(output_path=str(Path(config.output_path) / preset))
-    with _quiet_git(), contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
+    with contextlib.redirect_stdout(sys.stderr):  # standard output belongs to the caller
         results = lm_eval.simple_evaluate(
             model=lm,
             model_args={"preset": preset, "kv_chunk": lm.kv_chunk} | config.model_args,
@@ -405,26 +402,6 @@ def _simple_evaluate(lm: LowBitLM, config: EvaluatorConfig, manager: TaskManager
         for task in samples or {}:
             tracker.save_results_samples(task_name=task, samples=samples[task])
     return results
-
-
-@contextlib.contextmanager
-def _quiet_git() -> Iterator[None]:
-    """Let lm-eval ask git for the commit of this folder without git's complaint about a folder that is no checkout."""
-    name = "get_git_commit_hash"
-    if not hasattr(lm_eval.evaluator, name):
-        yield
-        return
-    with mock.patch.object(lm_eval.evaluator, name, _commit):
-        yield
-
-
-def _commit() -> str | None:
-    """The commit of the checkout in which the command runs; `None` elsewhere, as from lm-eval."""
-    try:
-        done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def _rows(results: Any, lm: LowBitLM, preset: str, seconds: float) -> list[dict[str, Any]]:

@@ -189,16 +189,11 @@ def fitting_presets(
 SIZE = (7.5, 4.5)
 
 
-def pareto(rows: Sequence[dict[str, Any]], x: str = "bits_per_value", y: str = "kl") -> list[bool]:
-    """For each row: `True` if no other row beats it. A row is beaten if another has no larger `x` and `y`, and one of
-    them is smaller."""
-
-    def beaten(row: dict[str, Any]) -> bool:
-        return any(
-            other[x] <= row[x] and other[y] <= row[y] and (other[x] < row[x] or other[y] < row[y]) for other in rows
-        )
-
-    return [not beaten(row) for row in rows]
+def pareto(rows: Sequence[dict[str, Any]]) -> list[bool]:
+    """For each row: `True` if no other row beats it. A row is beaten if another has no larger `bits_per_value` and `kl`, and
+    one of them is smaller."""
+    points = [(row["bits_per_value"], row["kl"]) for row in rows]
+    return [not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points) for x, y in points]
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path, title: str, **options: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..byte_sizes import parse_size
 from ..eval.local_models import bundled_model
 from ..installation import EXTRAS, need
 from ..presets import DEFAULT_PRESET, get_preset
@@ -82,7 +83,6 @@ def serve(
     need("serve", "serve", *EXTRAS["serve"].modules)
     get_preset(preset)
     from ..cache.prefix_store import PrefixStore
-    from ..requests.memory_budget import memory_in_bytes
     from ..requests.paged_calls import check_version
 
     check_version()
@@ -90,7 +90,7 @@ def serve(
     check_device(None if device == "auto" else device)
     if api_key == "":
         raise ValueError("--api-key '' is not allowed; leave it out for a server without a key")
-    size = memory_in_bytes(memory)
+    size = None if memory is None else parse_size(memory, "memory")
     options = parse_overrides(overrides, calibration)
     prefixes = None if prompts is None else PrefixStore(folder=prompts)
 

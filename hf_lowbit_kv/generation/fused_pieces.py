@@ -85,14 +85,18 @@ class Piece:
 
     def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
         """Modules, and the replacements of their `forward` with which `call` computes the piece."""
-        raise NotImplementedError
+        original = own_forward(self.module)
+        yield (
+            self.module,
+            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else original(*args, **kwargs),
+        )
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...] | None:
         """Arguments for a step of this many rows, to compile the kernel; `None`: they are not known."""
         return None
 
-    def unfused(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    def unfused(self, *args: Any) -> Any:
+        return own_forward(self.module)(*args)
 
     def fused(self, variant: str, *args: Any, **kwargs: Any) -> Any:
         """The result by a kernel. Raises `NotFusedError` for arguments that it does not take."""
@@ -121,13 +125,6 @@ class Norm(Piece):
         super().__init__(name, module)
         self.offset, self.eps = offset, eps_of(module)
 
-    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
-        original = own_forward(self.module)
-        yield (
-            self.module,
-            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else original(*args, **kwargs),
-        )
-
     @property
     def variants(self) -> tuple[str, ...]:
         """PyTorch's own function takes 4.4 us where the kernel takes 1.6 (one H200), and needs no Triton."""
@@ -138,9 +135,6 @@ class Norm(Piece):
     def example(self, rows: int) -> tuple[torch.Tensor, ...]:
         weight = local(self.module.weight)
         return (weight.new_zeros(rows, 1, len(weight)),)
-
-    def unfused(self, x: torch.Tensor) -> torch.Tensor:
-        return own_forward(self.module)(x)
 
     def fused(self, variant: str, x: torch.Tensor) -> torch.Tensor:
         weight: Any = local(self.module.weight)
@@ -165,7 +159,7 @@ class Rotary(Piece):
     def __init__(self, name: str, module: nn.Module, function: str, shared: bool, others: bool):
         super().__init__(name, module)
         self.function, self.shared, self.others = function, shared, others
-        self.rotate = innermost(type(module).forward).__globals__[function]
+        self.rotate = inspect.unwrap(type(module).forward).__globals__[function]
 
     @property
     def unused(self) -> str:
@@ -235,16 +229,6 @@ class Gate(Piece):
             yield "products", f"{self.name}.{child}", why
         elif self.joined is None:
             yield "products", self.name, None if variant == "products" else reason
-
-    def substitutions(self, call: Callable[..., Any]) -> Iterator[Substitution]:
-        original = own_forward(self.module)
-        yield (
-            self.module,
-            lambda *args, **kwargs: call(*args) if len(args) == 1 and not kwargs else original(*args, **kwargs),
-        )
-
-    def unfused(self, x: torch.Tensor) -> torch.Tensor:
-        return own_forward(self.module)(x)
 
     def fused(self, variant: str, x: torch.Tensor) -> torch.Tensor:
         return self.module.down_proj(self.kernels(variant, x))
@@ -457,11 +441,6 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
         forward = vars(module)["forward"]
         return getattr(forward, "original", forward)
     return type(module).forward.__get__(module)
-
-
-def innermost(function: Any) -> Any:
-    """A function below its decorators."""
-    return inspect.unwrap(function)
 
 
 def with_globals(function: Any, replaced: dict[str, Any]) -> Any:

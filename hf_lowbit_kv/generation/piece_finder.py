@@ -29,7 +29,6 @@ from .fused_pieces import (
     Rotary,
     Unfused,
     eps_of,
-    innermost,
     why_no_products,
     why_not_replaced,
 )
@@ -206,7 +205,7 @@ def _rotary(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Unfus
     functions = behaviour.of(_rotations, type(module), type(module))
     if not functions:
         return None
-    forward = innermost(type(module).forward)
+    forward = inspect.unwrap(type(module).forward)
     if any(forward.__globals__[key].__module__.partition(".")[0] == "liger_kernel" for key in functions):
         return Unfused("rotary", name, LIGER)
     shared = {key: behaviour.of(rotary_kind, forward.__globals__[key], forward.__globals__[key]) for key in functions}
@@ -223,7 +222,7 @@ def _rotary(name: str, module: nn.Module, behaviour: Behaviour) -> Piece | Unfus
 
 def _rotations(kind: type[nn.Module]) -> list[str]:
     """The names of functions that the `forward` of a class may call to rotate queries and keys."""
-    forward = innermost(kind.forward)
+    forward = inspect.unwrap(kind.forward)
     if not isinstance(forward, types.FunctionType):
         return []
     return [key for key in forward.__code__.co_names if _rotates(forward.__globals__.get(key))]

@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -41,22 +41,6 @@ GRANULE = 128
 GENEROUS_STATES, GENEROUS_PAIR = 64, 8
 
 
-class Memory(Protocol):
-    """The memory of a device."""
-
-    def free(self) -> int:
-        """Bytes that can still be allocated, in small blocks."""
-        ...
-
-    def free_at_once(self) -> int:
-        """Bytes that can still be allocated, in blocks of any size."""
-        ...
-
-    def peak(self, call: Callable[[], None]) -> int:
-        """Peak of the bytes allocated during `call`, above the level before it."""
-        ...
-
-
 class GpuMemory:
     """The memory of a GPU. Measuring a peak resets PyTorch's peak statistics of the device."""
 
@@ -66,12 +50,14 @@ class GpuMemory:
         self._counter = "requested_bytes" if torch.cuda.get_allocator_backend() == "native" else "allocated_bytes"
 
     def free(self) -> int:
+        """Bytes that can still be allocated, in small blocks."""
         reserved = torch.cuda.memory_reserved(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device)) - reserved
         return max(min(free, allowed), 0) + reserved - torch.cuda.memory_allocated(self.device)
 
     def free_at_once(self) -> int:
+        """Bytes that can still be allocated, in blocks of any size."""
         # Blocks that PyTorch caches are fragmented: those of short chunks are too small for long ones. So they are
         # freed, and the unused rest of blocks that hold tensors is not counted.
         torch.cuda.empty_cache()
@@ -79,13 +65,14 @@ class GpuMemory:
         return self.free() - (reserved - allocated)
 
     def peak(self, call: Callable[[], None]) -> int:
+        """Peak of the bytes allocated during `call`, above the level before it."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_stats(self.device)[f"{self._counter}.all.current"]
         call()
         return torch.cuda.memory_stats(self.device)[f"{self._counter}.all.peak"] - before
 
 
-def memory_of(model: Any) -> Memory | str:
+def memory_of(model: Any) -> GpuMemory | str:
     """The device memory for a prompt's activations, or the reason why it cannot be measured."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
@@ -178,7 +165,7 @@ class ChunkedPrefill:
         while self.left > size:
             self.advance(size)
 
-    def largest_chunk(self, memory: Memory, measure_always: bool) -> int | None:
+    def largest_chunk(self, memory: GpuMemory, measure_always: bool) -> int | None:
         """Tokens of the largest chunk that fits; `None`: the whole prompt fits. measure_always: measure even if the upper bound
         of the memory fits."""
         rows = len(self.ids)
@@ -193,7 +180,7 @@ class ChunkedPrefill:
             return None
         return min(need.largest(usable, self.left), self.left)
 
-    def _surely_fits(self, memory: Memory) -> bool:
+    def _surely_fits(self, memory: GpuMemory) -> bool:
         config, tokens = self.model.config.get_text_config(decoder=True), len(self.ids) * self.left
         itemsize = next(self.model.parameters()).dtype.itemsize
         needed = tokens * GENEROUS_STATES * config.hidden_size * max(itemsize, 2)
@@ -215,7 +202,7 @@ class ChunkedPrefill:
         """Whether a layer's mask has a value per pair of tokens."""
         return any(isinstance(layer, SLIDING) for layer in self.cache.layers)
 
-    def _need(self, memory: Memory, length: int) -> Need:
+    def _need(self, memory: GpuMemory, length: int) -> Need:
         """The memory for prefill, measured on three chunks of the prompt. A cache that was empty is emptied afterwards. A cache
         with tokens keeps these chunks."""
         is_empty = self.seen == 0

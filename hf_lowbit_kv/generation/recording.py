@@ -23,7 +23,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from multiprocessing import util
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -108,7 +108,7 @@ class RecordedStep:
 class _Recording(NamedTuple):
     """A captured step of one kind."""
 
-    graph: Graph
+    graph: CudaGraph
     inputs: list[torch.Tensor]
     """tensors that the graph reads; a replay first copies new values into them"""
     outputs: list[Any]
@@ -126,7 +126,7 @@ class Recorder:
         make_graph: makes a `Graph`.
     """
 
-    def __init__(self, make_graph: Callable[[], Graph]):
+    def __init__(self, make_graph: Callable[[], CudaGraph]):
         self._make_graph = make_graph
         self._seen: tuple | None = None  # stamps on which the recordings depend
         self._fusion = Fusion()
@@ -379,16 +379,6 @@ def restore(cache: Any, state: tuple[list[dict[str, Any]], Any]) -> None:
 # ---- graphs: they capture the device work of a call, and replay it --------------------------------------------------
 
 
-class Graph(Protocol):
-    """Captures the device work of a call, and replays it."""
-
-    def capture(self, call: Callable[[], Any]) -> Any:
-        """Capture what `call` launches, without running it on the device. Returns the result of `call`."""
-        ...
-
-    def replay(self) -> None: ...
-
-
 class CudaGraphs:
     """Makes CUDA graphs that share a memory pool for intermediate results."""
 
@@ -411,6 +401,7 @@ class CudaGraph:
         self.replay = self._graph.replay
 
     def capture(self, call: Callable[[], Any]) -> Any:
+        """Capture what `call` launches, without running it on the device. Returns the result of `call`."""
         stream = torch.cuda.current_stream(self._stream.device)
         # cuBLAS keeps a workspace per stream: the graph's workspace must come from its pool, and must not stay with cuBLAS
         torch._C._cuda_clearCublasWorkspaces()
@@ -430,6 +421,6 @@ class CudaGraph:
             torch._C._cuda_clearCublasWorkspaces()
 
 
-def graphs_for(device: torch.device) -> Callable[[], Graph] | None:
+def graphs_for(device: torch.device) -> Callable[[], CudaGraph] | None:
     """A factory of graphs for this device; `None` if the device has no graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None

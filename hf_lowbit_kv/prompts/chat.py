@@ -240,7 +240,8 @@ class Chat:
         """
         seen.next = pieces
         room, begun = self.max_length - ids.shape[1], time.monotonic()
-        limit = min(_most_tokens(self.options, room), room)
+        config = self.options.get("generation_config")
+        limit = min(self.options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or room, room)
         options = {**self.options, "max_new_tokens": limit}
         if self._setting("stop_strings"):
             options["tokenizer"] = self.tokenizer
@@ -488,14 +489,6 @@ def _check_options(model: Any, options: Mapping[str, Any]) -> None:
     check_names("lb.Chat", model, options, _KNOWN)
     which_step(model, options.get("step"), options)
     GenerationSettings.of(model, options, _NOT_SERVED)
-
-
-def _most_tokens(options: Mapping[str, Any], room: int) -> int:
-    """Largest number of tokens of an answer, if the options name one; otherwise `room`."""
-    for limit in (options.get("max_new_tokens"), getattr(options.get("generation_config"), "max_new_tokens", None)):
-        if limit is not None:
-            return int(limit)
-    return room
 
 
 class _Question(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from ..byte_sizes import parse_size
 from ..cache.cache_options import PresetOptions
 from ..cache.low_bit_cache import LowBitCache
 from ..cache.prefix_store import PrefixStore
@@ -20,7 +21,6 @@ from ..generation.kept_caches import kept_caches
 from ..presets import PresetName
 from ..storage.layer_spec import check_count
 from .kept_prompts import KeptPrompts
-from .memory_budget import memory_in_bytes
 from .pool_models import empty_caches, longest_row
 from .pool_steps import exclusive_use, new_pool
 from .request import Request, RequestReader
@@ -108,7 +108,7 @@ def generate_many(
         )
     check_count("max_rows", max_rows, optional=True, unit="rows")
     check_count("prefill_chunk_size", prefill_chunk_size, least=0, optional=True)
-    size = memory_in_bytes(memory)
+    size = None if memory is None else parse_size(memory, "memory")
     if isinstance(requests, (str, bytes, Mapping, torch.Tensor)):  # their parts would be requests
         raise TypeError(f"requests must be a list or an iterator of requests, not {type(requests).__name__}")
     if options.get("streamer") is not None:
@@ -282,7 +282,7 @@ class _Run:
             rest = [] if self._listed is None else scheduler.rest()
         results += [each for each in rest if isinstance(each, Result)]
         return results + [
-            Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled", sequence=number)
+            request.result("cancelled", number)
             for request in rest
             if isinstance(request, Request)
             for number in range(request.sequences)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..byte_sizes import parse_size
 from ..generation.prefill import GpuMemory
 from ..storage.paged_store import COUNTERS, SCRATCH, WINDOWS, PagedStore
 from .ring_memory import RingShape
@@ -28,11 +27,6 @@ class PoolSize(NamedTuple):
     """for which there are pages"""
     max_length: int
     """tokens that one row may hold"""
-
-
-def memory_in_bytes(memory: Any) -> int | None:
-    """`"24GB"` -> 24e9; a number of bytes is returned unchanged, and so is `None`. Raises `ValueError` for other texts."""
-    return None if memory is None else parse_size(memory, "memory")
 
 
 def free_memory(device: torch.device) -> int:

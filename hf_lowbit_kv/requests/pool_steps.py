@@ -107,7 +107,7 @@ class PoolSteps:
     def check_fits(self, prompt_tokens: int, new_tokens: int) -> None:
         """Raise `ValueError` if no row can ever hold this many tokens."""
         limit, longest = prompt_tokens + new_tokens, longest_row(self.model)
-        if self.pool.could_ever_fit(limit):
+        if limit <= self.pool.longest:
             return
         if longest is not None and limit > longest:
             reason = f"the {longest} tokens that the model reads: lower max_new_tokens or shorten the prompt"

@@ -17,6 +17,7 @@ from ..generation.call_options import check_names
 from ..generation.chat_prompt import ChatPrompt, check_messages
 from ..generation.generation_settings import PREALLOCATED, GenerationSettings
 from .pool_models import check_tokens, placeholders
+from .result import FinishReason, Result
 
 #: keys of a request that say what the model reads; each request has one of them
 PROMPTS = ("prompt", "messages", "input_ids")
@@ -80,6 +81,10 @@ class Request:
             return read_answer(tokenizer, tokens, ends, prompt.parser(model), prompt.content_of, prompt.begun)
         unshown = unshown_tokens(tokenizer, ends, None)
         return tokenizer.decode([token for token in tokens if token not in unshown]), None
+
+    def result(self, reason: FinishReason | None = None, sequence: int = 0) -> Result:
+        """A result without tokens."""
+        return Result(self.id, self.index, list(self.prompt_ids), finish_reason=reason, sequence=sequence)
 
     @property
     def sequences(self) -> int:

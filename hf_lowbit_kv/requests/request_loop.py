@@ -91,7 +91,7 @@ class RequestLoop:
         self._cancelled: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
         self._numbers = itertools.count()
-        self._closing, self._abandoning = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
         self.error: BaseException | None = None
         """what ended the thread, if it was not `stop`"""
         self._guard = threading.Lock()
@@ -117,7 +117,7 @@ class RequestLoop:
         self._scheduler.steps.check_fits(len(request.prompt_ids), request.new_tokens)
         ticket = Ticket(request, done, self._cancelled)
         with self._guard:
-            if self._closing.is_set() or self.error is not None:
+            if self._stopping.is_set() or self.error is not None:
                 raise LoopEndedError(f"requests are not taken any more: {self.error or 'the server is stopping'}")
             self._tickets[request.id] = ticket
             self._submitted.append(ticket)
@@ -135,37 +135,29 @@ class RequestLoop:
         for ticket in tickets:
             ticket.cancel()
 
-    def stop(self, patience: float = 0.0) -> None:
-        """Take no more requests, let running ones continue for `patience` seconds, and cancel the rest. Frees the
-        pool."""
+    def stop(self) -> None:
+        """Take no more requests, and cancel those that have not ended. Frees the pool."""
         with self._guard:
-            self._closing.set()
-        self._thread.join(patience)
-        self._abandoning.set()
+            self._stopping.set()
         self._thread.join()
 
     # ---- the thread -----------------------------------------------------------------------------------------------
 
-    def _source(self) -> Iterator[Request | Result | None]:
+    def _source(self) -> Iterator[Request | None]:
         """The next request. The scheduler asks for it whenever a row is free, and waits here while there is nothing
         else to do."""
         while True:
             if not self._submitted and not self._scheduler.running and self._cancelled.empty():
                 self._news.wait(0.02)
             self._news.clear()
-            if self._submitted:
-                yield self._submitted.popleft().request
-            elif self._closing.is_set():
-                return
-            else:
-                yield None
+            yield self._submitted.popleft().request if self._submitted else None
 
     def _end_cancelled(self) -> None:
         while not self._cancelled.empty():
             ticket = self._cancelled.get()
             if ticket.request.id in self._tickets and not self._scheduler.cancel(ticket.request):
                 self._submitted.remove(ticket)  # not scheduled yet
-                self._deliver(_without_tokens(ticket.request))
+                self._deliver(ticket.request.result("cancelled"))
 
     def _run(self) -> None:
         scheduler = self._scheduler
@@ -174,11 +166,10 @@ class RequestLoop:
                 if self.model.device.type == "cuda":
                     torch.cuda.set_device(self.model.device)
                 scheduler.refresh_model()
-                more = True
-                while more and not self._abandoning.is_set():
+                while not self._stopping.is_set():
                     self._end_cancelled()
                     try:
-                        more = scheduler.advance()
+                        scheduler.advance()
                     except Exception as error:
                         scheduler.fail(error)
                         logger.exception("a step of the model failed; its requests have ended")
@@ -204,12 +195,7 @@ class RequestLoop:
     def _fail_the_rest(self) -> None:
         """Give a result to each request that has none yet."""
         for ticket in list(self._tickets.values()):
-            result = _without_tokens(ticket.request)
+            result = ticket.request.result("cancelled")
             if self.error is not None:
                 result.finish_reason, result.error = "error", described(self.error)
             self._deliver(result)
-
-
-def _without_tokens(request: Request) -> Result:
-    """The result of a request that was cancelled before it began."""
-    return Result(request.id, request.index, list(request.prompt_ids), finish_reason="cancelled")

@@ -114,12 +114,6 @@ class RowPool:
         spec = self._specs[paging]
         return sum(max(spec.pages_for(row.limit) - len(row.pages[paging]), 0) for row in self.rows)
 
-    def could_ever_fit(self, limit: int) -> bool:
-        """Whether a row of up to `limit` tokens fits into the empty pool."""
-        return limit <= self.max_length and all(
-            spec.pages_for(limit) <= self.page_pools[paging].count for paging, spec in self._specs.items()
-        )
-
     @property
     def longest(self) -> int:
         """Tokens of the longest row that fits into the empty pool."""
@@ -255,11 +249,6 @@ class RowPool:
         return None if last is row else last
 
     # ---- prefixes -------------------------------------------------------------------------------------------------
-
-    def prefix_lengths(self, tokens: int) -> list[int]:
-        """Lengths of the prefixes that a text of `tokens` tokens may share, ascending. At least one token and the residual
-        tokens remain to be prefilled, which fills the window."""
-        return self.full_lengths(tokens - 1)
 
     def full_lengths(self, tokens: int) -> list[int]:
         """Lengths at which full pages end, for a row of `tokens` tokens, ascending. Empty if the layers' pages do not end at

@@ -184,33 +184,25 @@ class Scheduler:
                 return None
             if isinstance(request, Result):
                 self.finished.append(request)
-            elif (error := self._never_fits(request)) is not None:
-                for number in range(request.sequences):
-                    self.sequences.append(Sequence(request, number, 0, self._result(request, number), State.WAITING))
-                    self.end(self.sequences[-1], "error", error)
-            else:
-                seed = request.options.get("seed")
-                if seed is None:
-                    seed = int(torch.randint(2**62, ())) if request.config.do_sample else 0
-                new = [
-                    Sequence(request, number, seed, self._result(request, number), State.FORKING)
-                    for number in range(request.sequences)
-                ]
-                new[0].state = State.WAITING
-                self.sequences += new
+                continue
+            error, seed = None, request.options.get("seed")
+            try:
+                self.steps.check_fits(len(request.prompt_ids), request.new_tokens)
+            except ValueError as refused:
+                error = refused
+            if seed is None:
+                seed = int(torch.randint(2**62, ())) if request.config.do_sample and error is None else 0
+            new = [
+                Sequence(request, number, seed, request.result(sequence=number), State.FORKING)
+                for number in range(request.sequences)
+            ]
+            new[0].state = State.WAITING
+            self.sequences += new
+            if error is None:
                 return new[0]
+            for sequence in new:
+                self.end(sequence, "error", error)
         return None
-
-    def _never_fits(self, request: Request) -> ValueError | None:
-        """The error of a request that no row can hold."""
-        try:
-            self.steps.check_fits(len(request.prompt_ids), request.new_tokens)
-        except ValueError as error:
-            return error
-        return None
-
-    def _result(self, request: Request, number: int) -> Result:
-        return Result(request.id, request.index, list(request.prompt_ids), sequence=number)
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Give the sequence a row, or end it with an error. Returns `False` if it must wait for a row."""

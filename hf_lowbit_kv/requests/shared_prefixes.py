@@ -46,7 +46,8 @@ class SharedPrefixes:
 
     def find(self, ids: Sequence[int]) -> Prefix | None:
         """The longest known prefix of a text that it may share."""
-        lengths = self._pool.prefix_lengths(len(ids)) if self._pages else []
+        # a token remains to be prefilled, and fills the window
+        lengths = self._pool.full_lengths(len(ids) - 1) if self._pages else []
         keys: list[bytes] = []
         for key in self._keys(ids, lengths):
             if key not in self._pages:

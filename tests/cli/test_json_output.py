@@ -68,7 +68,7 @@ def test_one_document_on_standard_output(run, arguments, name, tmp_path, monkeyp
     if name == "serve":
         uvicorn = pytest.importorskip("uvicorn")
         monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
-        monkeypatch.setattr("hf_lowbit_kv.requests.server.openai_server.bind", lambda host, port: [])
+        monkeypatch.setattr("hf_lowbit_kv.requests.server.openai_server.bind", lambda *_: [])
     if name in ("eval lm-eval", "eval protocol"):
         pytest.importorskip("lm_eval.models.huggingface")
         write_task(tmp_path)

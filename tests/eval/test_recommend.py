@@ -14,7 +14,6 @@ from hf_lowbit_kv import presets
 from hf_lowbit_kv.byte_sizes import parse_size
 from hf_lowbit_kv.eval.cache_sizes import Size, sizes
 from hf_lowbit_kv.eval.preset_search import Budget, fitting_presets, pareto, plot, recommend, within
-from hf_lowbit_kv.requests.memory_budget import memory_in_bytes
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def test_other_sizes_are_refused(text):
     with pytest.raises(ValueError, match=f"size {re.escape(repr(text))} is not understood; give"):
         parse_size(text)
     with pytest.raises(ValueError, match=f"memory={re.escape(repr(text))} is not understood; give"):
-        memory_in_bytes(text)
+        parse_size(text, "memory")
 
 
 def test_size_is_that_of_a_cache_which_holds_the_tokens(model):

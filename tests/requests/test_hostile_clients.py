@@ -239,7 +239,7 @@ def test_an_error_in_an_answer_ends_this_request(here, stream, monkeypatch, name
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_result_that_is_not_taken(here, stream, monkeypatch, caplog, streamed):
-    spoil(monkeypatch, "complete" if streamed else "hand_over")
+    spoil(monkeypatch, "complete" if streamed else "enqueue")
     connection = here.send(chat(max_tokens=2, stream=streamed))
     here.wait(lambda: "was not taken" in caplog.text)
     connection.close()

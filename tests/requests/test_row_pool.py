@@ -130,7 +130,7 @@ def test_a_prefix_outlives_its_row(model, texts):
     read(steps, row, text)
     prefixes = SharedPrefixes(pool, 1)
     prefixes.keep(row, text.tolist())
-    length = pool.prefix_lengths(len(text))[-1]
+    length = pool.full_lengths(len(text) - 1)[-1]
     assert length == 256
     steps.leave(row)
     poison(pool)
@@ -168,8 +168,7 @@ def test_a_row_that_does_not_fit_changes_nothing(model):
     steps = steps_on(model, slots=3, tokens=256, max_length=512)
     pool = steps.pool
     (pages,) = pool.page_pools.values()
-    assert not pool.could_ever_fit(400)
-    assert pool.could_ever_fit(300)
+    assert 300 <= pool.longest < 400
     row = pool.enter(300)
     assert pool.missing(200) > 0
     assert pool.admit(200, lambda: None, lambda pages: None) is None
@@ -248,7 +247,12 @@ def test_kernels_of_steps_are_expected_while_the_first_prompt_is_read(model, mon
 
 
 @pytest.mark.parametrize(("residual", "shared"), [(0, 64), (32, 32)])
-def test_a_token_is_left_to_read_after_a_prefix(model, residual, shared):
+def test_a_token_is_left_to_read_after_a_prefix(model, texts, residual, shared):
     """The token after the prefix, and before it those of the residual, which are not in pages."""
-    pool = steps_on(model, "kv4", slots=1, residual=residual).pool
-    assert [max(pool.prefix_lengths(tokens), default=0) for tokens in (64, 65)] == [shared - 32, shared]
+    steps = steps_on(model, "kv4", slots=1, residual=residual)
+    row, text = steps.pool.enter(400), texts[3]
+    read(steps, row, text)
+    prefixes = SharedPrefixes(steps.pool, 10)
+    prefixes.keep(row, text.tolist())
+    prefix = [prefixes.find(text[:tokens].tolist()) for tokens in (64, 65)]
+    assert [0 if each is None else each.length for each in prefix] == [shared - 32, shared]

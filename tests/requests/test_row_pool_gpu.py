@@ -95,7 +95,7 @@ def test_forks_and_prefixes(model, backend):
     pool = steps.pool
     first = pool.enter(1024)
     read(steps, first, text, chunk=256)
-    length = pool.prefix_lengths(len(text))[-1]
+    length = pool.full_lengths(len(text) - 1)[-1]
     prefixes = SharedPrefixes(pool, 1)
     prefixes.keep(first, text.tolist())
     fork = pool.fork(first, 1024)

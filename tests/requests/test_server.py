@@ -1,5 +1,6 @@
 """`hf-lowbit-kv serve`: the `openai` client against a real process on a CPU."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -352,9 +353,9 @@ def test_addresses_that_the_machine_does_not_have(monkeypatch):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
     known("203.0.113.1", "127.0.0.1")  # the first belongs to documentation
-    (only,) = openai_server.bind("localhost", 0)
-    assert only.getsockname()[0] == "127.0.0.1"
-    only.close()
-    known("203.0.113.1")
-    with pytest.raises(ValueError, match="host='localhost', port=0 cannot be listened to: Cannot assign"):
-        openai_server.bind("localhost", 0)
+    with contextlib.ExitStack() as stack:
+        (only,) = openai_server.bind("localhost", 0, stack)
+        assert only.getsockname()[0] == "127.0.0.1"
+        known("203.0.113.1")
+        with pytest.raises(ValueError, match="host='localhost', port=0 cannot be listened to: Cannot assign"):
+            openai_server.bind("localhost", 0, stack)

@@ -1,5 +1,6 @@
 """The server in threads of the test's own process, with a tiny model that writes what `logit_bias` says."""
 
+import contextlib
 import http.client
 import json
 import threading
@@ -80,14 +81,14 @@ class Here:
         )
         self.app = build_app(self.models, self.loop, max_open=MOST_OPEN, **options)
         self.scheduler = self.loop._scheduler
-        sockets = bind("127.0.0.1", 0)
+        self._sockets = contextlib.ExitStack()
+        sockets = bind("127.0.0.1", 0, self._sockets)
         for each in sockets:
             each.listen()
         self.port = sockets[0].getsockname()[1]
         self.server = PatientServer(uvicorn.Config(self.app, log_level="error"), self.loop, 1, MOST_OPEN)
         self._thread = threading.Thread(target=self.server.run, args=(sockets,), daemon=True)
         self._thread.start()
-        self._sockets = sockets
 
     def rows(self) -> int:
         return len(self.scheduler.running)
@@ -100,8 +101,7 @@ class Here:
         self.loop.cancel_all()
         self._thread.join()
         self.loop.stop()
-        for each in self._sockets:
-            each.close()
+        self._sockets.close()
 
     def ask(self, body: Any, route: str = "/v1/chat/completions", headers: dict[str, str] | None = None) -> tuple:
         """Status, and the body in JSON: that of a whole answer, or a list of the events of a stream."""

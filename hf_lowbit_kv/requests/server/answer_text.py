@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.cli.serving.utils import response_events_to_chunks
 
 from ...generation.answer_parser import AnswerParser
 from ...generation.stop_strings import StopStrings
-from ..request_loop import Ticket
+from ..request_loop import RequestLoop, Ticket
 from ..result import Result
 
 #: message for a client whose request was cancelled
 CANCELLED = "the request was cancelled: the client left, or the server is stopping"
 
 
-class Failure:
-    """The last part of an answer that failed.
+class Failure(NamedTuple):
+    """The last part of an answer that failed."""
 
-    Args:
-        status: of HTTP, for an answer that has not begun.
-    """
-
-    def __init__(self, status: int, message: str):
-        self.status, self.message = status, message
+    status: int
+    """of HTTP, for an answer that has not begun"""
+    message: str
 
 
 class AnswerStreamer:
@@ -37,6 +34,7 @@ class AnswerStreamer:
         parser: `None`: the model's answers have no parts.
         stops: the answer ends before the first of these texts, which may be special tokens.
         unshown: tokens that have no text.
+        requests: what answers.
     """
 
     def __init__(
@@ -47,7 +45,9 @@ class AnswerStreamer:
         parser: AnswerParser | None,
         stops: list[str],
         unshown: Collection[int],
+        requests: RequestLoop,
     ):
+        self._requests = requests
         self._loop, self._queue, self._parser = loop, queue, parser
         self._text = StopStrings(tokenizer, stops, unshown)
         self._ticket: Ticket | None = None
@@ -82,43 +82,34 @@ class AnswerStreamer:
                 break
             self.total_tokens += 1
             self._feed(self._text.add(token))
-            if self._text.reached:
-                self.cancel()
+            if self._text.reached and self._ticket is not None:
+                self._ticket.cancel()
 
-    def hand_over(self, result: Result) -> None:
-        """Put the result of an answer that is not streamed into the queue. `read` makes parts of it, in another thread
-        than the one of the model."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, result)
-
-    def read(self, result: Result, alive: bool = True) -> None:
-        """All tokens of an answer at once, and its end. Arguments as for `complete`."""
+    def read(self, result: Result) -> None:
+        """All tokens of an answer that is not streamed, and its end. Called in another thread than the model's."""
         try:
             self._take(result.generated_tokens)
         except Exception as error:
             result.error = result.error or f"{type(error).__name__}: {error}"
-        self.complete(result, alive)
+        self.complete(result)
 
     def end(self) -> None:
         """Called by the scheduler when the row has ended. The reason comes with `complete`."""
 
-    def complete(self, result: Result, alive: bool = True) -> None:
-        """The result has arrived.
-
-        Args:
-            alive: whether the loop answers further requests.
-        """
+    def complete(self, result: Result) -> None:
+        """The result of an answer whose tokens have come."""
         self.result = result
         try:
             if result.error is not None:
-                self._enqueue(Failure(500 if alive else 503, result.error))
+                self.enqueue(Failure(500 if self._requests.alive else 503, result.error))
             elif result.finish_reason == "cancelled" and not self._text.reached:
-                self._enqueue(Failure(503, CANCELLED))
+                self.enqueue(Failure(503, CANCELLED))
             else:
                 self._finish()
         except Exception as error:
-            self._enqueue(Failure(500, f"{type(error).__name__}: {error}"))
+            self.enqueue(Failure(500, f"{type(error).__name__}: {error}"))
         finally:
-            self._enqueue(None)
+            self.enqueue(None)
 
     def _finish(self) -> None:
         self._feed(self._text.end())
@@ -131,14 +122,15 @@ class AnswerStreamer:
         if self._parser is not None:
             self._send_events(self._parser.feed(text))
         elif text:
-            self._enqueue(text)
+            self.enqueue(text)
 
     def _send_events(self, events: list[dict]) -> None:
         for item in response_events_to_chunks(events):
             if (shown := self._without_edges(item) if isinstance(item, str) else item) != "":
-                self._enqueue(shown)
+                self.enqueue(shown)
 
-    def _enqueue(self, item: Any) -> None:
+    def enqueue(self, item: Any) -> None:
+        """Put a part, or a result for `read`, into the queue. Called in any thread."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def _without_edges(self, text: str) -> str:
@@ -153,7 +145,3 @@ class AnswerStreamer:
         elif unsent is not None:
             self._unsent_space[kind] = text
         return kind(shown)
-
-    def cancel(self) -> None:
-        if self._ticket is not None:
-            self._ticket.cancel()

@@ -11,7 +11,6 @@ from transformers import GenerationConfig
 from transformers.cli.serving.utils import CBWorkerDeadError, GenerationState
 
 from ..request_loop import LoopEndedError, RequestLoop, Ticket
-from ..result import Result
 from .answer_text import CANCELLED, AnswerStreamer
 from .openai_errors import Refused
 
@@ -68,12 +67,7 @@ class PoolGenerateManager:
         config = copy.deepcopy(config)
         config.stop_strings = None  # the streamer detects them, so that rows without stop strings cost nothing
 
-        def done(result: Result) -> None:
-            if streamed:
-                streamer.complete(result, self.requests.alive)
-            else:
-                streamer.hand_over(result)
-
+        done = streamer.complete if streamed else streamer.enqueue
         try:
             ticket = self.requests.submit({"input_ids": ids, "generation_config": config, **options}, done)
         except (ValueError, TypeError) as error:
@@ -89,19 +83,13 @@ class PoolGenerateManager:
             ticket.cancel()
             raise Refused(499, CANCELLED)
 
-    def stop(self) -> None:
-        self.requests.stop()
-
 
 class PoolState(GenerationState):
     """transformers' state of a server: whether it can answer."""
 
-    def __init__(self, manager: PoolGenerateManager):
+    def __init__(self, requests: RequestLoop):
         super().__init__(continuous_batching=True)
-        self._manager = manager
+        self._requests = requests
 
     def is_cb_alive(self) -> bool:
-        return self._manager.requests.alive
-
-    def shutdown(self) -> None:
-        self._manager.stop()
+        return self._requests.alive

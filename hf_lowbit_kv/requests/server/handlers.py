@@ -41,14 +41,9 @@ class Answer:
     """An answer while it is written."""
 
     id: str
-    body: dict[str, Any]
     prompt_tokens: int
     queue: asyncio.Queue
     streamer: AnswerStreamer
-    streamed: bool
-    """whether the streamer takes each token when it is drawn"""
-    alive: Any
-    """function: whether the server answers further requests"""
     calls: int = 0
     """tool calls that were streamed"""
 
@@ -62,7 +57,7 @@ class Answer:
             if parts := [item for item in batch if item is not None and not isinstance(item, Result)]:
                 yield parts
             if isinstance(last, Result):  # of an answer that is not streamed
-                await anyio.to_thread.run_sync(self.streamer.read, last, self.alive())
+                await anyio.to_thread.run_sync(self.streamer.read, last)
             elif last is None:
                 return
 
@@ -128,14 +123,13 @@ class _PoolHandler:
             stops = [stops] if isinstance(stops, str) else list(stops)
             parser = self._parser(body, ids)
             unshown = unshown_tokens(self._tokenizer, config.eos_token_id, parser)
-            streamer = AnswerStreamer(self._tokenizer, loop, queue, parser, stops, unshown)
+            streamer = AnswerStreamer(self._tokenizer, loop, queue, parser, stops, unshown, self._manager.requests)
         except HTTPException:
             raise
         except Exception as error:
             raise Refused(400, f"the request cannot be read: {type(error).__name__}: {error!s:.500}") from error
-        streamed = bool(body.get("stream") or stops)
-        self._manager.submit(request_id, ids, config, streamer, streamed)
-        return Answer(request_id, body, len(ids), queue, streamer, streamed, lambda: self._manager.requests.alive)
+        self._manager.submit(request_id, ids, config, streamer, bool(body.get("stream") or stops))
+        return Answer(request_id, len(ids), queue, streamer)
 
     # ---- the request ----------------------------------------------------------------------------------------------
 
@@ -331,10 +325,3 @@ class TextHandler(_PoolHandler, CompletionHandler):
             usage=answer.usage,
         )
         return completion.model_dump(exclude_none=True)
-
-
-class NotServed:
-    """transformers' endpoints that run the model without packed pages."""
-
-    async def handle_request(self, *args: Any) -> Any:
-        raise Refused(404, "this server has /v1/chat/completions, /v1/completions, /v1/models and /health")

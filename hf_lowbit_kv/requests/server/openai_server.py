@@ -30,10 +30,10 @@ from ..request_loop import RequestLoop
 from ..result import described
 from .clients import Clients, SlowClients
 from .generation_manager import PoolGenerateManager, PoolState
-from .handlers import TOKEN_BYTES, ChatHandler, NotServed, TextHandler, check_model_name
+from .handlers import TOKEN_BYTES, ChatHandler, TextHandler, check_model_name
 from .openai_errors import answer_errors
 
-#: routes that would unload the model while rows run on it, or load another one
+#: routes that would unload the model while rows run on it, load another one, or run it without packed pages
 DROPPED = {"/reset", "/load_model", "/v1/audio/transcriptions", "/v1/systemone", "/v1/responses"}
 #: seconds that cancelled requests may take at the end of the server: a chunk of a prompt is read to its end
 CANCELLING = 5
@@ -66,16 +66,21 @@ class OneModel(ModelManager):
         the end of the process frees anyway."""
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets at all addresses of the host that this machine has. They do not listen yet, so that clients are refused while
-    the model is loaded."""
+def bind(host: str, port: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """Sockets at all addresses of the host that this machine has, which `stack` closes. They do not listen yet, so that
+    clients are refused while the model is loaded."""
     sockets: list[socket.socket] = []
+    missing: OSError | None = None
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        missing: OSError | None = None
         for family, kind, _, _, address in dict.fromkeys(addresses):
             try:
-                sockets.append(_bound(family, kind, address))
+                bound = stack.enter_context(socket.socket(family, kind))
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                bound.bind(address)
+                sockets.append(bound)
             except OSError as error:
                 if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                     raise
@@ -83,24 +88,9 @@ def bind(host: str, port: int) -> list[socket.socket]:
         if missing is not None and not sockets:
             raise missing
     except OSError as error:
-        for each in sockets:
-            each.close()
         message = f"host={host!r}, port={port} cannot be listened to: {error.strerror}; choose another port or host"
         raise ValueError(message) from None
     return sockets
-
-
-def _bound(family: int, kind: int, address: Any) -> socket.socket:
-    bound = socket.socket(family, kind)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind(address)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
 
 
 def url_of(host: str, port: int) -> str:
@@ -159,16 +149,11 @@ def build_app(
         allow_origins: web pages whose scripts may ask (CORS); `"*"`: all.
     """
     manager = PoolGenerateManager(requests)
-    state = PoolState(manager)
-    handlers = {
-        "chat_handler": ChatHandler(models, state, manager, models.served),
-        "completion_handler": TextHandler(models, state, manager, models.served),
-        "response_handler": NotServed(),
-        "transcription_handler": NotServed(),
-        "systemone_handler": NotServed(),
-    }
-    known = inspect.signature(build_server).parameters  # not every release has all these routes
-    app = build_server(models, **{name: x for name, x in handlers.items() if name in known}, generation_state=state)  # type: ignore[arg-type]
+    state = PoolState(requests)
+    handlers: dict[str, Any] = {name: None for name in inspect.signature(build_server).parameters if "_handler" in name}
+    handlers["chat_handler"] = ChatHandler(models, state, manager, models.served)
+    handlers["completion_handler"] = TextHandler(models, state, manager, models.served)
+    app = build_server(models, **handlers, generation_state=state)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in DROPPED]
 
     @app.get("/v1/models/{name:path}")  # a hub name has a slash
@@ -232,7 +217,7 @@ def serve(
                 f"allow_origins={origin!r} is not allowed; it must be * or a scheme and a host, such as https://page.example"
             )
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(contextlib.closing(each)) for each in bind(host, port)]
+        sockets = bind(host, port, stack)
         served = served_name(name) if served_model_name is None else served_model_name
         models = OneModel(name, served, device=device, dtype=dtype)
         model, processor = models.load_model_and_processor(models.process_model_name(name))
