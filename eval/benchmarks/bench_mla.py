@@ -277,7 +277,8 @@ def fill_packed(cache: Any, batch: int, tokens: int, device: torch.device) -> No
         c, r = latents(batch, tokens, device)
         layer.lazy_initialization(c, r)
         ops.append(StepInputs(None, c, r), layer.store, layer.backend)
-        layer.restore(layer.snapshot()._replace(seen=tokens, mode="packed"))
+        layer.facts.mode = "packed"
+        layer.length.set(tokens)
 
 
 def step_ms(model: Any, cache: Any, batch: int, tokens: int, steps: int, graph: bool) -> float:

@@ -15,7 +15,6 @@ from transformers import CompileConfig, DynamicCache, QuantizedCache, StaticCach
 
 import hf_lowbit_kv as lb
 from hf_lowbit_kv.cache.cache_argument import as_argument
-from hf_lowbit_kv.cache.low_bit_layer import Progress
 from hf_lowbit_kv.eval.benchmarks.packed_layer import fill, random_parameters
 from hf_lowbit_kv.eval.benchmarks.random_models import StepClock
 from hf_lowbit_kv.generation.compiling import compile_config
@@ -263,9 +262,11 @@ def set_length(cache: lb.LowBitCache, tokens: int) -> None:
     layers: list[Any] = cache.packed_layers
     for layer in layers:
         state, spec = layer.store.state, layer.store.spec
-        length = torch.full_like(state.length, tokens)
-        paged = torch.full_like(state.paged, spec.paged_after(tokens - spec.sink))
-        layer.restore(Progress(length, paged, tokens, "packed"))
+        state.length.fill_(tokens)
+        state.paged.fill_(spec.paged_after(tokens - spec.sink))
+        layer._forget()
+        layer.facts.mode = "packed"
+        layer.length.set(tokens)
 
 
 def near_tie(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

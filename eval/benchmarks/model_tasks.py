@@ -54,7 +54,7 @@ from hf_lowbit_kv.eval.benchmarks.result_files import Commit, Device, Dtype, Mod
 from hf_lowbit_kv.eval.chunked_reader import packs
 from hf_lowbit_kv.eval.local_models import package_folder
 from hf_lowbit_kv.eval.provenance import results_path, run_command
-from hf_lowbit_kv.presets import get_preset, is_calibrated
+from hf_lowbit_kv.presets import get_preset
 from hf_lowbit_kv.requests.generate_many import CHUNK_SIZE
 from hf_lowbit_kv.requests.result import Result
 
@@ -246,7 +246,7 @@ def contenders(presets: list[str], calibrations: list[Path]) -> list[Contender]:
     return [
         Contender(name, file)
         for name in presets
-        for file in ((is_calibrated(get_preset(name)) and calibrations) or once)
+        for file in ((get_preset(name).spec().parameters(128, 128, 1) and calibrations) or once)
     ]
 
 

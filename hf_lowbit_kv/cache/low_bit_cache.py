@@ -280,7 +280,7 @@ class LowBitCache(Cache, PushToHubMixin):
         if first and not self.facts.warned and not layer.attends_packed:
             layer.check(tokens, {})  # a pass that is refused gets no warning
             self.facts.warned = True
-            warn_if_dense(layer.config, layer.holds_packed)
+            warn_if_dense(layer.config, layer.facts.mode == "packed")
         if layer_idx < self._first_packed_index:  # native layers do not refuse such inputs
             self._first_packed_layer.check(tokens, {"batch size": rows, "dtype": key_states.dtype})
         if not isinstance(layer, LowBitLayer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,17 +42,6 @@ def properties_of(key_states: torch.Tensor, value_states: torch.Tensor) -> dict[
         "dtype": key_states.dtype,
         "device": key_states.device,
     }
-
-
-class Progress(NamedTuple):
-    """A snapshot of a layer's counters, without its tokens (`LowBitLayer.snapshot`)."""
-
-    length: torch.Tensor
-    """int32 `[B, H]`, as in `LayerState`"""
-    paged: torch.Tensor
-    seen: int
-    """padded tokens seen"""
-    mode: str | None
 
 
 def _no_tensor(name: str) -> Any:
@@ -184,11 +173,6 @@ class LowBitLayer(CacheLayerMixin):
         """Whether the model's attention implementation is ours at the moment."""
         return self.config._attn_implementation == ATTENTION_NAME
 
-    @property
-    def holds_packed(self) -> bool:
-        """Whether tokens have come under our attention implementation since the last reset."""
-        return self.facts.mode == "packed"
-
     def get_seq_length(self) -> int | torch.Tensor:
         """Tokens seen so far, padding included; `store.state.length` has the true lengths of rows."""
         return self.length.seen if self.is_initialized else 0
@@ -235,15 +219,9 @@ class LowBitLayer(CacheLayerMixin):
         elif self.store is not None:
             self.store.reset()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens, padding included (the argument is 0 or negative). This is exact
-        if they are in the tail. If a packed page becomes partial, its remaining tokens are read back into the tail."""
-        if count := self.check_crop(tokens_to_remove):
-            self.cut(count)
-            self.own_pages()
-
     def cut(self, count: int) -> None:
-        """Remove the newest `count` tokens, padding included. When all layers have done so, `own_pages` must follow."""
+        """Remove the newest `count` tokens, padding included. This is exact if they are in the tail. If a packed page becomes
+        partial, its remaining tokens are read back into the tail. When all layers have done so, `own_pages` must follow."""
         if not self.is_initialized:
             return
         end = self.length.read_count()
@@ -466,21 +444,6 @@ class LowBitLayer(CacheLayerMixin):
             self.facts.mode, self.guard.changing = mode, True
             self.guard.passes += self.first_packed
         self.length.add(tokens)
-
-    def snapshot(self) -> Progress:
-        """The rows' counters, for `restore`. Waits for the device."""
-        state = self.store.state
-        return Progress(state.length.clone(), state.paged.clone(), self.length.read_count(), self.facts.mode)
-
-    def restore(self, progress: Progress) -> None:
-        """Set the counters back to `progress`, for measurements that repeat a step on a layer. Tokens are not restored:
-        if later steps overwrote slots of the tail, those tokens are lost."""
-        state = self.store.state
-        state.length.copy_(progress.length)
-        state.paged.copy_(progress.paged)
-        self._forget()
-        self.facts.mode = progress.mode
-        self.length.set(progress.seen)
 
     def check_crop(self, tokens_to_remove: int) -> int:
         """The number of tokens that `crop` removes. Raises if it cannot."""

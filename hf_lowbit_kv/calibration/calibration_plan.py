@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -159,24 +159,19 @@ class CalibrationPlan:
     def see_gradients(self, page_size: int, layer: int, side: int, gradients: torch.Tensor) -> None:
         """Pass gradients `[1, H, S, D]` with respect to keys (side 0) or values (1) of a window to calibrators of this page
         size."""
-        for calibrator, _, part_tokens in self.watching_gradients(layer, SIDES[side], gradients):
+        for calibrator, _, part_tokens in self.watching(layer, SIDES[side], gradients, "map_queries"):
             if calibrator.page_size == page_size:
                 calibrator.observe_gradients(part_tokens)
 
-    def watching_tokens(self, layer: int, side: str, x: torch.Tensor) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
+    def watching(
+        self, layer: int, side: str, x: torch.Tensor, mapping: str = "map"
+    ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
         """The calibrators of a layer that observe tokens `x`, `[1, H, S, D]`, before fitting. Yields each once, with its job
-        and its tokens: without those that the job skips, and mapped by earlier transforms."""
-        return self._watching(layer, side, x, lambda part, tokens: part.map(tokens, ()))
+        and its tokens: without those that the job skips, and mapped by earlier transforms.
 
-    def watching_gradients(
-        self, layer: int, side: str, gradients: torch.Tensor
-    ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
-        """As `watching_tokens`, for gradients. Transforms map gradients like queries."""
-        return self._watching(layer, side, gradients, lambda part, tokens: part.map_queries(tokens, ()))
-
-    def _watching(
-        self, layer: int, side: str, x: torch.Tensor, mapped: Callable[[Transform, torch.Tensor], torch.Tensor]
-    ) -> Iterator[tuple[Calibrator, Job, torch.Tensor]]:
+        Args:
+            mapping: the transforms' method; gradients are mapped like queries.
+        """
         seen_before: set[Calibrator] = set()  # jobs may share a transform
         for job in self.jobs:
             if job.side != side:
@@ -189,7 +184,7 @@ class CalibrationPlan:
                     seen_before.add(calibrator)
                     break  # later parts need the fitted part: `KeptPages.fit` maps tokens for them
                 if isinstance(part, Transform):
-                    tokens = mapped(part, tokens.float())
+                    tokens = getattr(part, mapping)(tokens.float(), ())
 
 
 class KeptPages:
@@ -213,7 +208,7 @@ class KeptPages:
             for size, sampled in self.sampling.items():
                 pages = [tokens[0, :, size * page : size * (page + 1)] for page in sampled.by_window[window]]
                 self._pages.setdefault((size, layer, side), []).extend(map(self._copied, pages))
-            for calibrator, job, part_tokens in self.plan.watching_tokens(layer, side, tokens):
+            for calibrator, job, part_tokens in self.plan.watching(layer, side, tokens):
                 seen = weights.get(job.grid) if side == "keys" and calibrator.attention else None
                 calibrator.observe(part_tokens, None if seen is None else seen[:, job.skip :])
         for grid, token_weights in weights.items():

@@ -35,14 +35,13 @@ def describe_model(model_or_config: Any, layers: Mapping[int, tuple[int | None, 
         "layers": {str(index): list(sizes) for index, sizes in layers.items()},
     }
     if hasattr(model_or_config, "get_input_embeddings"):
-        weight, marks = model_or_config.get_input_embeddings().weight, None
+        weight = model_or_config.get_input_embeddings().weight
         if type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_meta and weight.dim() == 2:
             rows = torch.linspace(1, weight.shape[0] - 1, MARKS, dtype=torch.float64).long()
             columns = torch.arange(MARKS) * 7 % weight.shape[1]
             marks = weight.detach()[rows.to(weight.device), columns.to(weight.device)]
-        sums = weight_sums.weight_sums(model_or_config, layers, marks)
-        if marks is not None:
-            out["marks"] = [float(f"{x:.4g}") for x in sums.others]
+            out["marks"] = [float(f"{x:.4g}") for x in marks.float().tolist()]
+        sums = weight_sums.weight_sums(model_or_config, layers)
         out |= {"weights": sums.sums} | ({} if sums.unread is None else {"unread": sums.unread})
     return out
 

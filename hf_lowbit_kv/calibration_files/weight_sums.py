@@ -32,12 +32,10 @@ class WeightSums(NamedTuple):
     Attributes:
         sums: by kind of the stored numbers (a dtype, or the class of a quantized layer) and `LAYER.NAME`.
         unread: the reason why some tensors are missing, or `None`.
-        others: the other requested numbers.
     """
 
     sums: dict[str, dict[str, list[float]]]
     unread: str | None
-    others: list[float]
 
 
 class _Part(NamedTuple):
@@ -48,26 +46,24 @@ class _Part(NamedTuple):
 
 
 @torch.no_grad()
-def weight_sums(model: Any, layers: Any, others: torch.Tensor | None = None) -> WeightSums:
+def weight_sums(model: Any, layers: Any) -> WeightSums:
     """The sums of a model's attention modules. Waits once per device.
 
     Args:
         layers: indices of the packed layers.
-        others: numbers `[n]` to copy from the device with the sums.
     """
     parts, unread = [], dict[str, None]()
     if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
-        return WeightSums({}, SHARDS, [] if others is None else others.float().tolist())
+        return WeightSums({}, SHARDS)
     for index, module in attention_modules(model, set(map(int, layers))):
         for part in _parts_of(module, f"{index}", model.dtype):
             parts.append(part) if isinstance(part, _Part) else unread.setdefault(part)
     if not parts and not unread:
         unread.setdefault("no attention module has a layer_idx")
-    numbers, other_numbers = _sums_of([part.columns for part in parts], others)
     sums: dict[str, dict[str, list[float]]] = {}
-    for part, part_sums in zip(parts, numbers, strict=True):
+    for part, part_sums in zip(parts, _sums_of([part.columns for part in parts]), strict=True):
         sums.setdefault(part.kind, {})[part.name] = [float(f"{x:.5g}") for x in part_sums]
-    return WeightSums(sums, ", ".join(unread) or None, other_numbers)
+    return WeightSums(sums, ", ".join(unread) or None)
 
 
 def difference(made_for: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
@@ -148,17 +144,15 @@ def _parts_of(module: Any, prefix: str, dtype: torch.dtype) -> Iterator[_Part | 
     for name, child in module._modules.items():
         if child is None:
             continue
-        while hasattr(child, "base_layer") and _adapts_nothing(child):
+        # an adapter (PEFT) that is disabled, or merged into its base weight
+        while hasattr(child, "base_layer") and (
+            getattr(child, "merged", False) or getattr(child, "disable_adapters", False)
+        ):
             child = child.base_layer
         if hasattr(child, "base_layer") or _is_quantized(child):
             yield from _evaluated_parts(f"{prefix}.{name}", child, dtype)
         else:
             yield from _parts_of(child, f"{prefix}.{name}", dtype)
-
-
-def _adapts_nothing(layer: Any) -> bool:
-    """Whether an adapter (PEFT) is disabled, or merged into its base weight."""
-    return bool(getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False))
 
 
 def _is_quantized(layer: torch.nn.Module) -> bool:
@@ -220,9 +214,8 @@ def _evaluated_parts(name: str, layer: Any, dtype: torch.dtype) -> Iterator[_Par
         yield _Part(kind, f"{name}.weight", columns_read)
 
 
-def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple[list[list[float]], list[float]]:
-    """The sums of each matrix `[rows, columns]`, and the other numbers. Matrices of one shape, dtype and device are
-    processed together."""
+def _sums_of(matrices: list[torch.Tensor]) -> list[list[float]]:
+    """The sums of each matrix `[rows, columns]`. Matrices of one shape, dtype and device are processed together."""
     alike: dict[tuple, list[int]] = {}
     for number, matrix in enumerate(matrices):
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
@@ -239,16 +232,12 @@ def _sums_of(matrices: list[torch.Tensor], others: torch.Tensor | None) -> tuple
         sums.setdefault(device, []).append(torch.cat([group_sums, size[:, None]], 1))
         order.setdefault(device, []).extend(numbers)
     out: list[list[float]] = [[]] * len(matrices)
-    if others is not None:
-        sums.setdefault(others.device, []).append(others.float()[None])
-        order.setdefault(others.device, []).append(len(out))
-        out.append([])
     for device, parts in sums.items():
         counts = [part.shape[1] for part in parts for _ in range(len(part))]
         flat = torch.cat([part.reshape(-1) for part in parts]).tolist()
         for number, count in zip(order[device], counts, strict=True):
             out[number], flat = flat[:count], flat[count:]
-    return out[: len(matrices)], [] if others is None else out[-1]
+    return out
 
 
 def _factors(rows: int, columns: int, device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The command `hf-lowbit-kv`. Results go to standard output, progress and errors to standard error.
 
 The files of this folder declare the options. They import torch, transformers and modules that need them only inside
-functions, so help, `--version` and `presets` are fast.
+functions, so help and `--version` are fast.
 """
 
 from __future__ import annotations

@@ -8,13 +8,9 @@ import typer
 
 from ..presets import (
     DEFAULT_PRESET,
-    HEAD_DIM,
-    LISTED,
     RECOMMENDED,
     Preset,
-    bits_per_value,
     get_preset,
-    is_calibrated,
     preset_names,
     recommended_first,
     short_list,
@@ -24,7 +20,7 @@ from .shared_options import JsonOption, print_json, print_left_out, print_table
 
 def presets(
     tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence.")] = 32768,
-    head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = HEAD_DIM,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of an attention head.")] = 128,
     every: Annotated[bool, typer.Option("--all", help="List all presets, not only the recommended ones.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,16 +53,10 @@ def presets(
 
 
 def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
-    """The table row of a preset. Needs no torch if its bits are in `BITS_OF_A_PAGE`. Raises `ValueError` if the preset
-    does not fit the size of heads."""
-    bits = bits_per_value(preset, tokens) if head_dim == HEAD_DIM else None
-    if preset.name in LISTED and bits is not None:
-        calibrated = is_calibrated(preset)
-    else:
-        spec = preset.spec()
-        widths = spec.attention_kind.shown_widths(head_dim)
-        spec.validate(*widths)
-        calibrated, bits = bool(spec.parameters(*widths, 1)), spec.bits_per_value(tokens, head_dim)
+    """The table row of a preset. Raises `ValueError` if the preset does not fit the size of heads."""
+    spec = preset.spec()
+    widths = spec.attention_kind.shown_widths(head_dim)
+    spec.validate(*widths)
     return {
         "preset": preset.name,
         "keys": preset.key_format,
@@ -74,6 +64,6 @@ def _row(preset: Preset, tokens: int, head_dim: int) -> dict[str, Any]:
         "transform": preset.transform,
         "sink": preset.sink,
         "residual": preset.residual,
-        "calibrated": calibrated,
-        "bits_per_value": round(bits, 4),
+        "calibrated": bool(spec.parameters(*widths, 1)),
+        "bits_per_value": round(spec.bits_per_value(tokens, head_dim), 4),
     }

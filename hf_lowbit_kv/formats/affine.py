@@ -180,13 +180,6 @@ class Affine(Format):
             return order.unpack(words, self.bits, self.layout, head_dim)
         return unpack_codes(words, self.widths, head_dim)
 
-    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
-        if self.layout != "planar-1":
-            old, new = dict(old), dict(new)
-            order = self._order
-            order.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, self.bits, self.layout)
-        super().merge_tokens(old, new, at, count)
-
 
 def quantize(
     x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, levels: torch.Tensor

@@ -110,10 +110,18 @@ class Format(Parametrized, ABC):
         numbers. A format with several layouts has `_pack` and `_unpack` for its array `codes`, or overrides this method."""
         return {**arrays, "codes": target._pack(self._unpack(arrays["codes"], head_dim))}  # type: ignore[attr-defined]
 
-    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
+    def merge_tokens(
+        self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int, head_dim: int
+    ) -> None:
         """Copy the tokens `at` to `at + count` of the arrays `new` into `old`. Only for formats that are `tokenwise`."""
+        packed = self.layout != self.layouts[0]
         for name, array in old.items():
-            array[..., at : at + count, :] = new[name][..., at : at + count, :]
+            if packed and name == "codes":  # a word or a matrix holds several tokens; `_pack` as for `relaid`
+                codes = self._unpack(array, head_dim).clone()  # type: ignore[attr-defined]
+                codes[..., at : at + count, :] = self._unpack(new[name], head_dim)[..., at : at + count, :]  # type: ignore[attr-defined]
+                array.copy_(self._pack(codes))  # type: ignore[attr-defined]
+            else:
+                array[..., at : at + count, :] = new[name][..., at : at + count, :]
 
     # The methods below are the same for every format.
 

@@ -28,10 +28,3 @@ def pack(x: torch.Tensor) -> torch.Tensor:
 def unpack(matrices: torch.Tensor) -> torch.Tensor:
     """The inverse of `pack`."""
     return matrices.transpose(-3, -2).flatten(-4, -3).flatten(-2, -1)
-
-
-def merge_tokens(old: torch.Tensor, new: torch.Tensor, at: int, count: int) -> None:
-    """Copy the tokens `at` to `at + count` of the core matrices `new` into `old`."""
-    tokens = unpack(old).clone()
-    tokens[..., at : at + count, :] = unpack(new)[..., at : at + count, :]
-    old.copy_(pack(tokens))

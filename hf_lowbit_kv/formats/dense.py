@@ -56,9 +56,3 @@ class Dense(Format):
 
     def _unpack(self, codes: torch.Tensor, head_dim: int) -> torch.Tensor:
         return codes if self.layout == "planar-1" else core_matrices.unpack(codes)
-
-    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
-        if self.layout != "planar-1":
-            core_matrices.merge_tokens(old["codes"], new["codes"], at, count)
-        else:
-            super().merge_tokens(old, new, at, count)

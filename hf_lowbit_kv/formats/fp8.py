@@ -140,14 +140,6 @@ class Fp8(Format):
             return numbers.to(torch.uint8).view(torch.float8_e4m3fn)
         return codes if self.layout == "planar-1" else core_matrices.unpack(codes)
 
-    def merge_tokens(self, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], at: int, count: int) -> None:
-        old, new = dict(old), dict(new)
-        if self.fragments:
-            fragment.merge_tokens(old.pop("codes"), new.pop("codes"), at, count, 8, self.layout, pairs=True)
-        elif self.layout != "planar-1":
-            core_matrices.merge_tokens(old.pop("codes"), new.pop("codes"), at, count)
-        super().merge_tokens(old, new, at, count)
-
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
     """`[..., tokens, channels]` -> `[..., blocks, BLOCK, blocks, BLOCK]`, zero-padded."""

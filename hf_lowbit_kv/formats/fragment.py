@@ -56,11 +56,6 @@ def shape_of_words(count: int, page_size: int) -> tuple[int, ...]:
     return page_size // SEGMENT, count // vector(count), LANES, vector(count)
 
 
-def head_dim(shape: torch.Size, bits: int) -> int:
-    """Number of channels of an array of this shape."""
-    return shape[-3] * shape[-1] * 32 // bits
-
-
 def field_positions(
     bits: int, layout: str, head_dim: int, pairs: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -105,17 +100,6 @@ def unpack(words: torch.Tensor, bits: int, layout: str, head_dim: int, pairs: bo
     _, shift, order = (x.to(words.device) for x in _fields(bits, layout, head_dim, pairs))
     fields = (words.long().unsqueeze(-1) >> shift) & (2**bits - 1)
     return fields.flatten(-4, -1)[..., order].unflatten(-1, (SEGMENT, head_dim)).flatten(-3, -2)
-
-
-def merge_tokens(
-    old: torch.Tensor, new: torch.Tensor, at: int, count: int, bits: int, layout: str, pairs: bool = False
-) -> None:
-    """Copy the codes of tokens `at` to `at + count` of the words `new` into `old`: a word holds several tokens."""
-    tokens, channels = old.shape[-4] * SEGMENT, head_dim(old.shape, bits)
-    taken = torch.zeros(tokens, channels, dtype=torch.int32, device=old.device)
-    taken[at : at + count] = 2**bits - 1
-    mask = pack(taken, bits, layout, pairs)
-    old.copy_((old & ~mask) | (new & mask))
 
 
 class Plane(NamedTuple):

@@ -18,7 +18,7 @@ import functools
 import torch
 
 from . import fragment
-from .fragment import SEGMENT, Plane
+from .fragment import Plane
 
 #: bits of the first plane
 HIGH = 4
@@ -61,12 +61,3 @@ def pack(codes: torch.Tensor, bits: int, layout: str) -> torch.Tensor:
 def unpack(array: torch.Tensor, bits: int, layout: str, head_dim: int) -> torch.Tensor:
     """The inverse of `pack`: int32 `[..., page, D]`."""
     return fragment.unpack_planes(array, _planes(bits, head_dim), _positions(bits, layout, head_dim), head_dim)
-
-
-def merge_tokens(old: torch.Tensor, new: torch.Tensor, at: int, count: int, bits: int, layout: str) -> None:
-    """Like `fragment.merge_tokens`."""
-    tokens, head_dim = old.shape[-4] * SEGMENT, fragment.head_dim(old.shape, bits)
-    taken = torch.zeros(tokens, head_dim, dtype=torch.int32, device=old.device)
-    taken[at : at + count] = 2**bits - 1
-    mask = pack(taken, bits, layout)
-    old.copy_((old & ~mask) | (new & mask))

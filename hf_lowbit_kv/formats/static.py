@@ -195,7 +195,8 @@ class Static(Format):
 
     def gain(self, head_dim: int) -> torch.Tensor:
         """The factor of a code's distance from the middle, float32 `[head_dim]`; 0 for channels without a code."""
-        return _per_bits(self.pattern, head_dim, functools.partial(_gain, token_scale=self.token_scale))
+        gains = torch.tensor([_gain(int(digit), self.token_scale) for digit in self.pattern], dtype=torch.float32)
+        return gains.repeat_interleave(head_dim // len(self.pattern))
 
     def arrays(self, head_dim: int, page_size: int, dtype: torch.dtype):
         scale, mean = ("scale", torch.uint8, (page_size // 2,)), ("mean", torch.float16, (head_dim,))
@@ -241,7 +242,9 @@ class Static(Format):
         square, divided by the root mean square of Gaussian numbers for which a step of 1 is the best. Sums of squares are
         compared with thresholds, so that bytes do not depend on a logarithm."""
         head_dim = x.shape[-1]
-        squares = fold_sum(torch.nn.functional.pad(x * x, (0, _power_of_two(head_dim) - head_dim)).transpose(-1, -2))
+        squares = fold_sum(
+            torch.nn.functional.pad(x * x, (0, (1 << (head_dim - 1).bit_length()) - head_dim)).transpose(-1, -2)
+        )
         return (squares[..., None] >= self.thresholds(head_dim).to(x.device)).sum(-1).to(torch.uint8)
 
     def thresholds(self, head_dim: int) -> torch.Tensor:
@@ -282,20 +285,11 @@ def uniform_codes(x: torch.Tensor, step: torch.Tensor, bits: torch.Tensor) -> to
     return torch.where(bits > 0, ((x / step).floor() + 0.5).clamp(min=-middle, max=middle) * step, 0.0)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def _gain(bits: int, token_scale: bool) -> float:
     if bits == 0:
         return 0.0
     # with 1 or 2 bits the scale of a token already compensates half of the shrinkage
     return (1 / (1 - ERROR[bits])) ** (0.5 if token_scale and bits <= 2 else 1.0)
-
-
-def _per_bits(pattern: str, head_dim: int, value) -> torch.Tensor:
-    numbers = torch.tensor([value(int(digit)) for digit in pattern], dtype=torch.float32)
-    return numbers.repeat_interleave(head_dim // len(pattern))
 
 
 @functools.cache

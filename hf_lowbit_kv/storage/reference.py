@@ -285,7 +285,7 @@ def _write_tokens(
     page = x.new_zeros(heads, page_size, head_dim)
     page[:, at : at + count] = x
     new, old = (fmt.split(bytes_, head_dim, page_size, dtype) for bytes_ in (fmt.encode(page, dtype, parameters), part))
-    fmt.merge_tokens(old, new, at, count)
+    fmt.merge_tokens(old, new, at, count, head_dim)
 
 
 def _page(state: LayerState, page_id: int) -> torch.Tensor:

@@ -76,19 +76,6 @@ def test_presets_names_those_that_do_not_fit_the_heads(run, head_dim):
     assert f"{len(rows) - len(shown)} more: hf-lowbit-kv presets --all" in out
 
 
-@pytest.mark.parametrize("tokens", [1, 100, 1000, 32768, 100_001])
-def test_the_table_of_sizes_agrees_with_the_formats(tokens):
-    """What `presets` prints without torch is what the formats store."""
-    for name in presets.LISTED:
-        preset = presets.get_preset(name)
-        spec = preset.spec()
-        widths = spec.attention_kind.shown_widths(presets.HEAD_DIM)
-        assert presets.bits_per_value(preset, tokens) == pytest.approx(
-            spec.bits_per_value(tokens, presets.HEAD_DIM), abs=1e-9
-        ), f"{name}: put its formats into presets.BITS_OF_A_PAGE"
-        assert presets.is_calibrated(preset) == bool(spec.parameters(*widths, 1)), name
-
-
 def test_names_that_are_declared_without_torch():
     assert presets.SCORES == boosted.SCORES
     assert set(presets.RECOMMENDED) <= set(presets.LISTED)

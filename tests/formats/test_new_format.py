@@ -173,6 +173,7 @@ def _layer(name: str, tp_size: int, heads: slice):
     return {"out": out, "pool": state.pool[0], "parameters": list(state.parameters)}
 
 
+@pytest.mark.usefixtures("one_thread")  # as in the processes: matrices are computed
 def test_each_process_holds_the_parameters_of_its_heads(method, tmp_path):
     """Of a record that all heads share, each process holds the whole."""
     every = {name: _layer(name, tp_size=1, heads=slice(0, 2)) for name in SLICED}

@@ -219,7 +219,7 @@ class Server:
                 ready.put(error)
 
         self.patch.setattr(uvicorn.Server, "run", run)
-        self.patch.setattr(openai_server, "bind", lambda host, port: [])  # no port is opened
+        self.patch.setattr(openai_server, "bind", lambda *_: [])  # no port is opened
         self.thread = threading.Thread(target=command, daemon=True)
         self.thread.start()
         app = ready.get(timeout=60)
