@@ -15,6 +15,7 @@ from hf_lowbit_kv.cache.cache_argument import NAME
 
 pytestmark = [
     pytest.mark.host,
+    pytest.mark.newest,
     pytest.mark.filterwarnings("ignore:the low-bit cache was made from a model with attn_implementation='sdpa'"),
 ]
 OTHER = "filled by a different model"

@@ -98,6 +98,7 @@ def in_plain(model, text, cache):
 ENTRIES = pytest.mark.parametrize("call", [in_generate, in_enabled, in_plain])
 
 
+@pytest.mark.newest
 @ENTRIES
 def test_a_saved_cache_goes_on_in_another_process(name, conversation, call, tmp_path):
     prompt, text, want = conversation
@@ -174,6 +175,7 @@ def test_sequences_of_a_row_share_its_positions():
     assert values.tolist() == model.model.rope_deltas.tolist() * 2
 
 
+@pytest.mark.newest
 def test_a_chat_beside_a_text_with_an_image():
     """A model whose turns are kept in a prefix store, because its recurrent layers cannot go back."""
     model, tokenizer = tiny_vision_model("qwen3_5"), tokenizer_of()

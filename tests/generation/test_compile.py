@@ -26,6 +26,7 @@ def _decode(model, step, cache, ids, mask, steps):
 
 
 @pytest.mark.host
+@pytest.mark.newest  # compiled once, on the newest
 @pytest.mark.parametrize(
     ("preset", "residual"),
     [

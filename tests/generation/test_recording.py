@@ -50,6 +50,7 @@ def test_recorded_steps_give_the_eager_tokens(family, graphs):
     assert replays(graphs) == ([27, 49] if windows else [77])
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(model, graphs, mode):
     ids, mask = left_padded(1 if mode == "eos" else 3, 100)
@@ -71,6 +72,7 @@ def test_streamer_and_outputs(model, graphs):
     assert replays(graphs) == [10]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("preset", ["kivi-2-sink", "kv8", "kitty-hadamard"])
 def test_python_counts_what_replays_store(model, graphs, preset):
     """Lengths, what may be cropped, and a further turn are those of eager steps."""
@@ -139,6 +141,7 @@ def _in_place(model):
     model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("change", [_assign, _hook, _replace, _buffer, _flag, _in_place])
 def test_a_changed_model_is_recorded_again(model, graphs, change):
     """But for weights that are changed in place: replays read them."""

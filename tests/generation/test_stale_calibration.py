@@ -17,7 +17,7 @@ from hf_lowbit_kv.calibration_files import calibration_file, calibration_lookup
 from hf_lowbit_kv.generation import kept_caches
 from hf_lowbit_kv.storage import content_digests, process_stamps
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.newest]
 
 OPTIONS = {**SMALL_PAGES, "transform": "smooth"}
 NAME = "key_transform.factors"

@@ -111,6 +111,7 @@ def test_two_models_in_two_threads(models, device):
             lb.release(model)
 
 
+@pytest.mark.newest
 def test_one_model_from_four_threads(models, device):
     """Their calls follow each other; each thread holds a cache and takes a further turn with it."""
     model, inputs = models[0], prompts(device, 4)
