@@ -1,6 +1,6 @@
-"""Presets: named combinations of formats, transforms and full-precision window, and their bits.
+"""Presets: named combinations of formats, transforms and full-precision window.
 
-This file does not import torch: the command `hf-lowbit-kv` uses names and bits before it knows whether it needs torch.
+This file does not import torch: the command `hf-lowbit-kv` uses names before it knows whether it needs torch.
 """
 
 from __future__ import annotations

@@ -219,9 +219,15 @@ class LowBitLayer(CacheLayerMixin):
         elif self.store is not None:
             self.store.reset()
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens, padding included (the argument is 0 or negative). This is exact
+        if they are in the tail. If a packed page becomes partial, its remaining tokens are read back into the tail."""
+        if count := self.check_crop(tokens_to_remove):
+            self.cut(count)
+            self.own_pages()
+
     def cut(self, count: int) -> None:
-        """Remove the newest `count` tokens, padding included. This is exact if they are in the tail. If a packed page becomes
-        partial, its remaining tokens are read back into the tail. When all layers have done so, `own_pages` must follow."""
+        """Remove the newest `count` tokens, padding included. When all layers have done so, `own_pages` must follow."""
         if not self.is_initialized:
             return
         end = self.length.read_count()

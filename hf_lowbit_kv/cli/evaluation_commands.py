@@ -286,6 +286,10 @@ def perplexity(
 ) -> None:
     """Measure perplexity, KL divergence and top-1 agreement."""
     names = resolve_presets(preset)
+    if start >= context - 1:
+        raise ValueError(
+            f"--from {start} with --context {context} leaves no token to measure; at most {context - 2} is allowed"
+        )
     if text and dataset:
         raise ValueError("--text and --dataset exclude each other; give one of them")
     changes = parse_overrides(overrides, calibration)

@@ -123,7 +123,7 @@ class Recorder:
     """Recordings of one cache's steps of one token.
 
     Args:
-        make_graph: makes a `Graph`.
+        make_graph: makes a `CudaGraph`.
     """
 
     def __init__(self, make_graph: Callable[[], CudaGraph]):

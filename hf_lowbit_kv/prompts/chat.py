@@ -241,7 +241,8 @@ class Chat:
         seen.next = pieces
         room, begun = self.max_length - ids.shape[1], time.monotonic()
         config = self.options.get("generation_config")
-        limit = min(self.options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or room, room)
+        limits = self.options.get("max_new_tokens"), getattr(config, "max_new_tokens", None), room
+        limit = min(next(limit for limit in limits if limit is not None), room)
         options = {**self.options, "max_new_tokens": limit}
         if self._setting("stop_strings"):
             options["tokenizer"] = self.tokenizer

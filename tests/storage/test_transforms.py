@@ -236,6 +236,5 @@ def test_other_attention_implementations_get_keys_back(llama):
     keys, values = layer.update(k[:, :, 80:], v[:, :, 80:])
     assert torch.allclose(keys, k, atol=1e-5)
     assert torch.equal(values, v)
-    layer.cut(60)
-    layer.own_pages()
+    layer.crop(-60)
     assert torch.allclose(layer.update(k[:, :, 40:], v[:, :, 40:])[0], k, atol=1e-5)
