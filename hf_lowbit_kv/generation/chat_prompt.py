@@ -81,8 +81,9 @@ class ChatPrompt:
         return answer.rsplit(head, 1)[1] if head in answer else ""
 
     def _written(self, messages: list[Any], **options: Any) -> Any:
+        begins = not self.options.get("continue_final_message")
         return self.tokenizer.apply_chat_template(
-            messages, **{"add_generation_prompt": True, **self.options, **options}
+            messages, **{"add_generation_prompt": begins, **self.options, **options}
         )
 
     def _as_read(self, messages: list[Any]) -> list[Any]:

@@ -100,7 +100,7 @@ def test_an_answer_that_goes_on_with_a_message_is_one_message(name):
     chat = _begun(family)
     new = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Sure, here"}]
     asked, whole = [*chat.messages, *new], {"role": "assistant", "content": "Sure, here it is."}
-    going_on = {**family.options, "continue_final_message": True, "add_generation_prompt": False}
+    going_on = {**family.options, "continue_final_message": True}
     ids = [*chat.tokenizer.encode(" it is.", add_special_tokens=False), chat.tokenizer.eos_token_id]
     request = {"messages": asked, "logits_processor": [Script(ids)], "chat_template_kwargs": going_on}
     result = lb.generate_many(
